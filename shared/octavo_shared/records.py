@@ -1,0 +1,137 @@
+"""What a request is, once it has left HTTP behind: frozen records that travel between the rooms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo_shared.ids import RequestId
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+SEED_MASK = (1 << 64) - 1
+
+
+class EndReason(IntEnum):
+    """Why a choice ended. The numbers are those of the wire (``log.proto``)."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+    TIMEOUT = 5
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's word for it; None while the choice lives."""
+        return None if self is EndReason.NONE else self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why something was refused or failed, in the terms of the HTTP answer. Empty strings mean null."""
+
+    message: str
+    status: int = 500
+    type: str = "InternalServerError"
+    code: str = ""
+    param: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How every choice of a request draws its tokens; vLLM's names and meanings.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off. ``logprobs``
+    None means none; k means the drawn token's and the k likeliest. Log-probabilities are raw: before penalties and
+    temperature. Choice i draws with ``seed + i`` (mod 2^64).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str = ""
+
+    def seed_of(self, choice: int) -> int:
+        """The seed of one choice (rule L10)."""
+        return (self.seed + choice) & SEED_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One prompt and its ``n`` choices, as admitted.
+
+    ``prompt`` is int32[prompt_tokens]. Times are Unix microseconds; ``deadline_us`` 0 means none. ``presentation`` is
+    the gateway's own note (JSON) of how to render the answer.
+    """
+
+    id: RequestId
+    arrival_us: int
+    prompt: Int32Array
+    sampling: SamplingParams
+    n: int = 1
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    lora: str = ""
+    deadline_us: int = 0
+    traceparent: str = ""
+    tracestate: str = ""
+    idempotency_key: str = ""
+    owner_generation: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    presentation: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRecord:
+    """Someone no longer wants a choice (``choice`` -1: all of them) of a request."""
+
+    request_id: RequestId
+    choice: int = -1
+    owner_generation: int = 0
+    reason: str = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probability of one token, its rank (1 = likeliest) and the likeliest alternatives as (id, value)."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a scheduler publishes so that gateways can refuse early and truthfully (rule L14). Counts are in tokens."""
+
+    model: str
+    max_model_len: int
+    pool_tokens: int
+    vocab_size: int
+    ready: bool
+    # Why it is not ready, for people.
+    reason: str = ""
+    executors: int = 0
+    term: int = 0
+    # Unix seconds at which this was written.
+    written_s: float = field(default=0.0)
