@@ -1,0 +1,361 @@
+"""Log entries, requests and aborts as bytes: the only place where ``log.proto`` and ``request.proto`` are touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from octavo_shared.fold import FenceEvent, LogEvent, SnapshotEvent, TokenEvent
+from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow
+from octavo_shared.proto import log_pb2, request_pb2
+from octavo_shared.records import AbortRecord, EndReason, Problem, RequestRecord, SamplingParams, TokenLogprobs
+
+NO_LOGPROB = TokenLogprobs(float("nan"), 0)
+
+
+class MalformedEntryError(ValueError):
+    """Bytes in a stream that are not what the contract says."""
+
+
+def pack_ints(values: Iterable[int], dtype: str = "<i4") -> bytes:
+    """Integers as a little-endian array."""
+    return np.fromiter(values, dtype).tobytes()
+
+
+def unpack(data: bytes, dtype: str = "<i4") -> npt.NDArray[np.generic]:
+    """A read-only view of a little-endian array."""
+    return np.frombuffer(data, dtype)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def sampling_to_proto(params: SamplingParams) -> request_pb2.SamplingParams:
+    """The wire form of sampling parameters."""
+    message = request_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias_ids=[token for token, _ in params.logit_bias],
+        logit_bias_values=[bias for _, bias in params.logit_bias],
+        grammar=params.grammar,
+    )
+    if params.logprobs is not None:
+        message.logprobs = params.logprobs
+    if params.prompt_logprobs is not None:
+        message.prompt_logprobs = params.prompt_logprobs
+    return message
+
+
+def sampling_from_proto(message: request_pb2.SamplingParams) -> SamplingParams:
+    """The frozen form of sampling parameters."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(zip(message.logit_bias_ids, message.logit_bias_values, strict=True)),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=message.grammar,
+    )
+
+
+def encode_request(record: RequestRecord) -> bytes:
+    """A request as it stands in the model stream."""
+    return request_pb2.RequestRecord(
+        id=str(record.id),
+        arrival_us=record.arrival_us,
+        prompt=record.prompt.astype("<i4", copy=False).tobytes(),
+        sampling=sampling_to_proto(record.sampling),
+        n=record.n,
+        priority=record.priority,
+        tenant=record.tenant,
+        cache_salt=record.cache_salt,
+        lora=record.lora,
+        deadline_us=record.deadline_us,
+        traceparent=record.traceparent,
+        tracestate=record.tracestate,
+        idempotency_key=record.idempotency_key,
+        owner_generation=record.owner_generation,
+        stop=record.stop,
+        include_stop_str_in_output=record.include_stop_str_in_output,
+        presentation=record.presentation,
+    ).SerializeToString()
+
+
+def decode_request(data: bytes) -> RequestRecord:
+    """Read a request from the model stream.
+
+    Raises:
+        MalformedEntryError: the bytes are not a request with at least one prompt token and one choice.
+    """
+    try:
+        message = request_pb2.RequestRecord.FromString(data)
+        if not message.prompt or not message.n:
+            raise MalformedEntryError("a request needs a prompt and at least one choice")
+        return RequestRecord(
+            id=RequestId.parse(message.id),
+            arrival_us=message.arrival_us,
+            prompt=np.frombuffer(message.prompt, "<i4"),
+            sampling=sampling_from_proto(message.sampling),
+            n=message.n,
+            priority=message.priority,
+            tenant=message.tenant,
+            cache_salt=message.cache_salt,
+            lora=message.lora,
+            deadline_us=message.deadline_us,
+            traceparent=message.traceparent,
+            tracestate=message.tracestate,
+            idempotency_key=message.idempotency_key,
+            owner_generation=message.owner_generation,
+            stop=tuple(message.stop),
+            include_stop_str_in_output=message.include_stop_str_in_output,
+            presentation=message.presentation,
+        )
+    except (DecodeError, ValueError) as error:
+        raise MalformedEntryError(str(error)) from error
+
+
+def encode_abort(record: AbortRecord) -> bytes:
+    """An abort as it stands in the abort stream."""
+    return request_pb2.AbortRecord(
+        request_id=str(record.request_id),
+        choice=record.choice,
+        owner_generation=record.owner_generation,
+        reason=record.reason,
+    ).SerializeToString()
+
+
+def decode_abort(data: bytes) -> AbortRecord:
+    """Read an abort.
+
+    Raises:
+        MalformedEntryError: the bytes are not an abort.
+    """
+    try:
+        message = request_pb2.AbortRecord.FromString(data)
+        return AbortRecord(
+            RequestId.parse(message.request_id), message.choice, message.owner_generation, message.reason
+        )
+    except (DecodeError, ValueError) as error:
+        raise MalformedEntryError(str(error)) from error
+
+
+# --- log-probabilities and problems -----------------------------------------------------------------------------------
+
+
+def _logprobs_to_proto(entries: Sequence[TokenLogprobs]) -> log_pb2.Logprobs:
+    tops = [pair for entry in entries for pair in entry.top]
+    return log_pb2.Logprobs(
+        sampled=np.fromiter((entry.logprob for entry in entries), "<f4", len(entries)).tobytes(),
+        ranks=pack_ints(entry.rank for entry in entries),
+        top_counts=pack_ints(len(entry.top) for entry in entries),
+        top_ids=pack_ints(token for token, _ in tops),
+        top_values=np.fromiter((value for _, value in tops), "<f4", len(tops)).tobytes(),
+    )
+
+
+def _logprobs_from_proto(message: log_pb2.Logprobs) -> list[TokenLogprobs]:
+    ids, values = unpack(message.top_ids).tolist(), unpack(message.top_values, "<f4").tolist()
+    entries, start = [], 0
+    rows = (unpack(message.sampled, "<f4"), unpack(message.ranks), unpack(message.top_counts))
+    for logprob, rank, count in zip(*(column.tolist() for column in rows), strict=True):
+        top = tuple(zip(ids[start : start + count], values[start : start + count], strict=True))
+        entries.append(TokenLogprobs(logprob, rank, top))
+        start += count
+    return entries
+
+
+def _problem_to_proto(problem: Problem) -> log_pb2.Problem:
+    return log_pb2.Problem(
+        status=problem.status,
+        type=problem.type,
+        code=problem.code,
+        param=problem.param,
+        message=problem.message,
+    )
+
+
+def _problem_from_proto(message: log_pb2.Problem) -> Problem:
+    return Problem(message.message, message.status, message.type, message.code, message.param)
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def encode_tokens(rows: Sequence[OutputRow], *, term: int, executor: str, epoch: int, step: int) -> bytes:
+    """One step's output for one log. Every row must belong to that log."""
+    batch = log_pb2.TokenBatch(
+        term=term,
+        executor=executor,
+        epoch=epoch,
+        step=step,
+        serials=pack_ints((row.request_id.serial for row in rows), "<u8"),
+        choices=pack_ints(row.choice for row in rows),
+        attempts=pack_ints((row.attempt for row in rows), "<u4"),
+        positions=pack_ints(row.position for row in rows),
+        counts=pack_ints(len(row.tokens) for row in rows),
+        tokens=pack_ints(token for row in rows for token in row.tokens),
+        ends=pack_ints((row.end for row in rows), "u1"),
+        stop_tokens=pack_ints(row.stop_token for row in rows),
+    )
+    if any(row.logprobs is not None for row in rows):
+        entries = [
+            entry
+            for row in rows
+            for entry in (row.logprobs if row.logprobs is not None else [NO_LOGPROB] * len(row.tokens))
+        ]
+        batch.logprobs.CopyFrom(_logprobs_to_proto(entries))
+    for index, row in enumerate(rows):
+        if row.problem is not None or row.prompt_logprobs is not None:
+            note = batch.notes.add(row=index)
+            if row.problem is not None:
+                note.problem.CopyFrom(_problem_to_proto(row.problem))
+            if row.prompt_logprobs is not None:
+                note.prompt_logprobs.CopyFrom(_logprobs_to_proto(row.prompt_logprobs))
+    return log_pb2.LogEntry(tokens=batch).SerializeToString()
+
+
+def encode_fences(fences: Iterable[FenceEvent]) -> bytes:
+    """Fences for requests of one log."""
+    batch = log_pb2.FenceBatch()
+    for fence in fences:
+        message = batch.fences.add(
+            serial=fence.serial,
+            choice=fence.choice,
+            term=fence.attempt.term,
+            n=fence.attempt.n,
+            end=log_pb2.EndReason.Name(fence.end),  # type: ignore[arg-type]
+        )
+        if fence.problem is not None:
+            message.problem.CopyFrom(_problem_to_proto(fence.problem))
+    return log_pb2.LogEntry(fences=batch).SerializeToString()
+
+
+def encode_snapshot(states: Iterable[SnapshotEvent]) -> bytes:
+    """The state of the live choices of one log."""
+    snapshot = log_pb2.Snapshot()
+    for state in states:
+        message = snapshot.choices.add(
+            serial=state.serial,
+            choice=state.choice,
+            term=state.attempt.term,
+            n=state.attempt.n,
+            tokens=pack_ints(state.tokens),
+            end=log_pb2.EndReason.Name(state.end),  # type: ignore[arg-type]
+            stop_token=state.stop_token,
+        )
+        if state.logprobs is not None:
+            message.logprobs.CopyFrom(_logprobs_to_proto(state.logprobs))
+        if state.prompt_logprobs is not None:
+            message.prompt_logprobs.CopyFrom(_logprobs_to_proto(state.prompt_logprobs))
+        if state.problem is not None:
+            message.problem.CopyFrom(_problem_to_proto(state.problem))
+    return log_pb2.LogEntry(snapshot=snapshot).SerializeToString()
+
+
+def decode_entry(data: bytes) -> list[LogEvent]:
+    """Read one log entry as events, in order.
+
+    Raises:
+        MalformedEntryError: the bytes are not a log entry, or its columns do not fit together.
+    """
+    try:
+        entry = log_pb2.LogEntry.FromString(data)
+        kind = entry.WhichOneof("kind")
+        if kind == "tokens":
+            return list(_token_events(entry.tokens))
+        if kind == "fences":
+            return [_fence_event(message) for message in entry.fences.fences]
+        if kind == "snapshot":
+            return [_snapshot_event(message) for message in entry.snapshot.choices]
+    except (DecodeError, ValueError, IndexError) as error:
+        raise MalformedEntryError(str(error)) from error
+    raise MalformedEntryError("a log entry of no known kind")
+
+
+def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
+    tokens = unpack(batch.tokens).tolist()
+    logprobs = _logprobs_from_proto(batch.logprobs) if batch.HasField("logprobs") else None
+    notes = {note.row: note for note in batch.notes}
+    columns = (
+        unpack(batch.serials, "<u8"),
+        unpack(batch.choices),
+        unpack(batch.attempts, "<u4"),
+        unpack(batch.positions),
+        unpack(batch.counts),
+        unpack(batch.ends, "u1"),
+        unpack(batch.stop_tokens),
+    )
+    start = 0
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for row, (serial, choice, attempt, position, count, end, stop_token) in enumerate(rows):
+        stop = start + count
+        own = None
+        if logprobs is not None and count and logprobs[start].rank:
+            own = tuple(logprobs[start:stop])
+        note = notes.get(row)
+        yield TokenEvent(
+            serial=serial,
+            choice=choice,
+            attempt=Attempt(batch.term, attempt),
+            position=position,
+            tokens=tuple(tokens[start:stop]),
+            end=EndReason(end),
+            stop_token=stop_token,
+            logprobs=own,
+            prompt_logprobs=(
+                tuple(_logprobs_from_proto(note.prompt_logprobs)) if note and note.HasField("prompt_logprobs") else None
+            ),
+            problem=_problem_from_proto(note.problem) if note and note.HasField("problem") else None,
+        )
+        start = stop
+    if start != len(tokens):
+        raise MalformedEntryError("counts and tokens do not agree")
+
+
+def _fence_event(message: log_pb2.Fence) -> FenceEvent:
+    return FenceEvent(
+        serial=message.serial,
+        choice=message.choice,
+        attempt=Attempt(message.term, message.n),
+        end=EndReason(message.end),
+        problem=_problem_from_proto(message.problem) if message.HasField("problem") else None,
+    )
+
+
+def _snapshot_event(message: log_pb2.ChoiceState) -> SnapshotEvent:
+    has_prompt = message.HasField("prompt_logprobs")
+    return SnapshotEvent(
+        serial=message.serial,
+        choice=message.choice,
+        attempt=Attempt(message.term, message.n),
+        tokens=tuple(unpack(message.tokens).tolist()),
+        end=EndReason(message.end),
+        stop_token=message.stop_token,
+        logprobs=tuple(_logprobs_from_proto(message.logprobs)) if message.HasField("logprobs") else None,
+        prompt_logprobs=tuple(_logprobs_from_proto(message.prompt_logprobs)) if has_prompt else None,
+        problem=_problem_from_proto(message.problem) if message.HasField("problem") else None,
+    )

@@ -1,0 +1,161 @@
+"""Every setting of every service: a typed field, an ``OCTAVO_*`` environment variable and a ``--flag`` of the same name.
+
+Flags carry vLLM's names where vLLM has them. ``group`` is the heading a flag stands under in ``--help``. A flag wins over
+the environment, the environment over the default.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
+
+_SUFFIXES = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
+
+
+def parse_count(value: Any) -> Any:
+    """Read ``4k`` as 4,000 and ``4K`` as 4,096, as vLLM does; anything else passes through to pydantic."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmgtKMGT])(?:i?B)?\s*", value)):
+        return int(float(match[1]) * _SUFFIXES[match[2]])
+    return value
+
+
+def split_list(value: Any) -> Any:
+    """Read ``a,b`` as a list; lists pass through."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
+
+
+def setting(default: Any, group: str, help: str, **constraints: Any) -> Any:
+    """A field with its heading and its one-line description."""
+    return Field(default, description=help, json_schema_extra={"group": group}, **constraints)
+
+
+class CommonSettings(BaseSettings):
+    """What every service must agree on."""
+
+    model_config = SettingsConfigDict(env_prefix="OCTAVO_", extra="ignore", frozen=True, protected_namespaces=())
+
+    model: str = setting(
+        "", "model", "Hugging Face folder, hub id or GGUF file; a folder when a service is started alone."
+    )
+    served_model_name: NameList = setting(
+        [], "model", "Names clients may use, comma separated; the first one is reported. Default: the folder's name."
+    )
+    redis_url: str = setting("redis://127.0.0.1:6379/0", "log", "Redis or Valkey: redis://, rediss:// or unix:// URL.")
+    otlp_traces_endpoint: str | None = setting(None, "observability", "OTLP/gRPC endpoint that traces are sent to.")
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "observability", "Least severe log lines shown."
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the services find each other and which clients are told."""
+        return self.served_model_name[0] if self.served_model_name else Path(self.model).name
+
+
+class GatewaySettings(CommonSettings):
+    """The HTTP API."""
+
+    host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
+    port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
+    api_key: NameList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
+    allowed_origins: NameList = setting(["*"], "HTTP", "Origins that browsers may call from.")
+    max_request_body_bytes: Count = setting(16 << 20, "HTTP", "Larger request bodies are refused with 413.", ge=1)
+    error_code_style: Literal["openai", "vllm"] = setting(
+        "openai", "HTTP", "error.code: OpenAI's word, or the HTTP status as an integer as vLLM gives it."
+    )
+    chat_template: str | None = setting(None, "output", "Jinja chat template: a file, or the template itself.")
+    response_role: str = setting("assistant", "output", "Role named in chat answers.")
+    max_logprobs: int = setting(20, "output", "Most alternatives per token a client may ask for; -1 = no limit.", ge=-1)
+    generation_config: Literal["auto", "vllm"] = setting(
+        "auto", "output", "auto: sampling defaults from the model's generation_config.json; vllm: neutral defaults."
+    )
+    return_tokens_as_token_ids: bool = setting(False, "output", "Name tokens in log-probabilities as token_id:N.")
+    enable_prompt_tokens_details: bool = setting(False, "output", "Report cached prompt tokens in usage.")
+    enable_force_include_usage: bool = setting(False, "output", "Send usage at the end of every stream.")
+    enable_request_id_headers: bool = setting(True, "HTTP", "Echo X-Request-Id.")
+    seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
+    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1)
+    max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1)
+    gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
+
+
+class SchedulerSettings(CommonSettings):
+    """Requests, blocks and plans."""
+
+    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path executors dial.")
+    scheduling_policy: Literal["fcfs", "priority"] = setting("fcfs", "scheduler", "Who runs first.")
+    enable_prefix_caching: bool = setting(True, "cache", "Share blocks between requests with a common prefix.")
+    max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
+    max_num_batched_tokens: Count | None = setting(
+        None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
+    )
+    long_prefill_token_threshold: Count = setting(
+        0, "scheduler", "Most tokens of one prompt per step; 0 = no limit.", ge=0
+    )
+    scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+
+
+class ExecutorSettings(CommonSettings):
+    """Weights, pages and the forward pass."""
+
+    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path of the scheduler.")
+    executor_name: str = setting("executor-0", "scheduler", "Name of this executor, stable across restarts.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "model", "Where to compute.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "model", "Type of weights and activations."
+    )
+    max_model_len: Count | None = setting(None, "model", "Longest sequence in tokens; default from the model.", ge=1)
+    block_size: int | None = setting(None, "cache", "Tokens per KV-cache block (default 16).", ge=1, le=256)
+    gpu_memory_utilization: float = setting(0.92, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
+    kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
+    num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
+    max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
+    max_num_batched_tokens: Count | None = setting(
+        None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
+    )
+    num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
+    outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
+
+
+class SettingError(ValueError):
+    """A setting is wrong; the message names it."""
+
+
+S = TypeVar("S", bound=CommonSettings)
+
+
+def load_settings(kind: type[S], **flags: Any) -> S:
+    """Build settings from flags (those not None), environment and defaults.
+
+    Raises:
+        SettingError: a value is out of range or of the wrong type; the message names flag and variable.
+    """
+    try:
+        return kind(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            name = str(problem["loc"][0]) if problem["loc"] else "?"
+            lines.append(f"--{name.replace('_', '-')} (OCTAVO_{name.upper()}): {problem['msg']}")
+        raise SettingError("; ".join(lines)) from error
