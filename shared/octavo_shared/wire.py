@@ -1,0 +1,291 @@
+"""The step protocol on the wire: the only place where ``executor.proto`` is touched.
+
+Every function is one direction of the adapter between a frozen dataclass of ``octavo_shared.plan`` and its message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from octavo_shared.entries import MalformedEntryError, sampling_from_proto, sampling_to_proto
+from octavo_shared.ids import RequestId
+from octavo_shared.plan import (
+    NO_INTS,
+    NO_MOVES,
+    ExecutorInfo,
+    NewSequence,
+    PageMoves,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
+from octavo_shared.proto import executor_pb2 as pb
+from octavo_shared.records import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """Everything an executor appended for steps up to ``step`` of ``epoch`` is in the logs."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """An executor got a plan that does not follow its state; it expected ``expected_step`` of ``epoch``."""
+
+    epoch: int
+    expected_step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """An executor lives and has finished ``step`` of ``epoch``; ``draining`` asks to be relieved."""
+
+    epoch: int
+    step: int
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A scheduler of ``term`` begins ``epoch`` with an executor."""
+
+    term: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A scheduler will not work with an executor, and why."""
+
+    reason: str
+
+
+FromExecutor = ExecutorInfo | StepResult | Logged | Resync | Heartbeat
+FromScheduler = Welcome | StepPlan | Refusal
+
+_INFO_FIELDS = tuple(ExecutorInfo.__dataclass_fields__)
+_PLAN_ARRAYS = (
+    "release",
+    "grow_slots",
+    "grow_blocks",
+    "swap_slots",
+    "swap_indices",
+    "swap_blocks",
+    "row_slots",
+    "row_starts",
+    "row_tokens",
+    "row_samples",
+    "sample_slots",
+    "row_drafts",
+    "draft_tokens",
+)
+
+
+def _pack(array: Int32Array) -> bytes:
+    return array.astype("<i4", copy=False).tobytes()
+
+
+def _ints(data: bytes) -> Int32Array:
+    return np.frombuffer(data, "<i4") if data else NO_INTS
+
+
+def to_executor(message: FromScheduler) -> pb.SchedulerMessage:
+    """What a scheduler says, as a message."""
+    if isinstance(message, StepPlan):
+        return pb.SchedulerMessage(plan=_plan_to_proto(message))
+    if isinstance(message, Welcome):
+        return pb.SchedulerMessage(welcome=pb.Welcome(term=message.term, epoch=message.epoch))
+    return pb.SchedulerMessage(refusal=pb.Refusal(reason=message.reason))
+
+
+def from_scheduler(message: pb.SchedulerMessage) -> FromScheduler:
+    """Read what a scheduler says.
+
+    Raises:
+        MalformedEntryError: it is of no known kind or its columns do not fit together.
+    """
+    kind = message.WhichOneof("kind")
+    try:
+        if kind == "plan":
+            return _plan_from_proto(message.plan)
+        if kind == "welcome":
+            return Welcome(message.welcome.term, message.welcome.epoch)
+        if kind == "refusal":
+            return Refusal(message.refusal.reason)
+    except (DecodeError, ValueError) as error:
+        raise MalformedEntryError(str(error)) from error
+    raise MalformedEntryError("a scheduler message of no known kind")
+
+
+def to_scheduler(message: FromExecutor) -> pb.ExecutorMessage:
+    """What an executor says, as a message."""
+    if isinstance(message, StepResult):
+        return pb.ExecutorMessage(result=_result_to_proto(message))
+    if isinstance(message, Logged):
+        return pb.ExecutorMessage(logged=pb.Logged(epoch=message.epoch, step=message.step))
+    if isinstance(message, Heartbeat):
+        return pb.ExecutorMessage(
+            heartbeat=pb.Heartbeat(epoch=message.epoch, step=message.step, draining=message.draining)
+        )
+    if isinstance(message, Resync):
+        return pb.ExecutorMessage(
+            resync=pb.Resync(epoch=message.epoch, expected_step=message.expected_step, reason=message.reason)
+        )
+    return pb.ExecutorMessage(hello=pb.Hello(**{name: getattr(message, name) for name in _INFO_FIELDS}))
+
+
+def from_executor(message: pb.ExecutorMessage) -> FromExecutor:
+    """Read what an executor says.
+
+    Raises:
+        MalformedEntryError: it is of no known kind or its columns do not fit together.
+    """
+    kind = message.WhichOneof("kind")
+    try:
+        if kind == "result":
+            return _result_from_proto(message.result)
+        if kind == "logged":
+            return Logged(message.logged.epoch, message.logged.step)
+        if kind == "heartbeat":
+            return Heartbeat(message.heartbeat.epoch, message.heartbeat.step, message.heartbeat.draining)
+        if kind == "resync":
+            resync = message.resync
+            return Resync(resync.epoch, resync.expected_step, resync.reason)
+        if kind == "hello":
+            return ExecutorInfo(**{name: getattr(message.hello, name) for name in _INFO_FIELDS})
+    except (DecodeError, ValueError) as error:
+        raise MalformedEntryError(str(error)) from error
+    raise MalformedEntryError("an executor message of no known kind")
+
+
+def _plan_to_proto(plan: StepPlan) -> pb.StepPlan:
+    message = pb.StepPlan(
+        term=plan.term,
+        epoch=plan.epoch,
+        step=plan.step,
+        admit=[_sequence_to_proto(sequence) for sequence in plan.admit],
+        **{name: _pack(getattr(plan, name)) for name in _PLAN_ARRAYS if len(getattr(plan, name))},  # type: ignore[arg-type]
+    )
+    for moves, target in (
+        (plan.copy_out, message.copy_out),
+        (plan.copies, message.copies),
+        (plan.restores, message.restores),
+    ):
+        if len(moves):
+            target.source, target.destination = _pack(moves.source), _pack(moves.destination)
+            target.generations = moves.generations.astype("<u4", copy=False).tobytes()
+    return message
+
+
+def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
+    plan = StepPlan(
+        term=message.term,
+        epoch=message.epoch,
+        step=message.step,
+        admit=tuple(_sequence_from_proto(sequence) for sequence in message.admit),
+        copy_out=_moves_from_proto(message.copy_out),
+        copies=_moves_from_proto(message.copies),
+        restores=_moves_from_proto(message.restores),
+        **{name: _ints(getattr(message, name)) for name in _PLAN_ARRAYS},
+    )
+    rows = {len(plan.row_slots), len(plan.row_starts), len(plan.row_tokens), len(plan.row_samples)}
+    if (
+        len(rows) != 1
+        or len(plan.grow_slots) != len(plan.grow_blocks)
+        or plan.row_samples.sum() != len(plan.sample_slots)
+    ):
+        raise ValueError("columns of a plan do not fit together")
+    return plan
+
+
+def _moves_from_proto(message: pb.PageMoves) -> PageMoves:
+    if not message.source:
+        return NO_MOVES
+    return PageMoves(_ints(message.source), _ints(message.destination), np.frombuffer(message.generations, "<u4"))
+
+
+def _sequence_to_proto(sequence: NewSequence) -> pb.NewSequence:
+    return pb.NewSequence(
+        slot=sequence.slot,
+        request_id=str(sequence.request_id),
+        choice=sequence.choice,
+        attempt=sequence.attempt,
+        tokens=_pack(sequence.tokens),
+        output_start=sequence.output_start,
+        num_computed=sequence.num_computed,
+        block_table=_pack(sequence.block_table),
+        sampling=sampling_to_proto(sequence.sampling),
+        seed=sequence.seed,
+        max_total_tokens=sequence.max_total_tokens,
+        lora=sequence.lora,
+        no_cache_read=sequence.no_cache_read,
+        has_grammar=bool(sequence.sampling.grammar),
+        deadline_us=sequence.deadline_us,
+        traceparent=sequence.traceparent,
+    )
+
+
+def _sequence_from_proto(message: pb.NewSequence) -> NewSequence:
+    return NewSequence(
+        slot=message.slot,
+        request_id=RequestId.parse(message.request_id),
+        choice=message.choice,
+        attempt=message.attempt,
+        tokens=_ints(message.tokens),
+        output_start=message.output_start,
+        num_computed=message.num_computed,
+        block_table=_ints(message.block_table),
+        sampling=sampling_from_proto(message.sampling),
+        seed=message.seed,
+        max_total_tokens=message.max_total_tokens,
+        lora=message.lora,
+        no_cache_read=message.no_cache_read,
+        deadline_us=message.deadline_us,
+        traceparent=message.traceparent,
+    )
+
+
+def _result_to_proto(result: StepResult) -> pb.StepResult:
+    timings = result.timings
+    return pb.StepResult(
+        term=result.term,
+        epoch=result.epoch,
+        step=result.step,
+        status=pb.STEP_STATUS_FAILED if result.failed else pb.STEP_STATUS_OK,
+        message=result.message,
+        sample_counts=_pack(result.sample_counts),
+        tokens=_pack(result.tokens),
+        ends=result.ends.astype(np.uint8, copy=False).tobytes(),
+        timings=pb.StepTimings(
+            wait_s=timings.wait_s,
+            prepare_s=timings.prepare_s,
+            forward_s=timings.forward_s,
+            sample_s=timings.sample_s,
+            publish_s=timings.publish_s,
+        ),
+    )
+
+
+def _result_from_proto(message: pb.StepResult) -> StepResult:
+    timings = message.timings
+    result = StepResult(
+        term=message.term,
+        epoch=message.epoch,
+        step=message.step,
+        sample_counts=_ints(message.sample_counts),
+        tokens=_ints(message.tokens),
+        ends=np.frombuffer(message.ends, np.uint8),
+        failed=message.status == pb.STEP_STATUS_FAILED,
+        message=message.message,
+        timings=StepTimings(timings.wait_s, timings.prepare_s, timings.forward_s, timings.sample_s, timings.publish_s),
+    )
+    if len(result.ends) != len(result.sample_counts) or result.sample_counts.sum() != len(result.tokens):
+        raise ValueError("columns of a result do not fit together")
+    return result
