@@ -1,0 +1,161 @@
+"""Blocks of the device tier: who holds references, what content they hold, which may be reused.
+
+A block is in exactly one of two places: referenced (refcount > 0) or in the free list. A block whose content is known
+(hashed) stays findable while it waits in the free list; it loses its hash when it is handed out again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo_scheduler.core.free_list import FreeList
+from octavo_shared.records import Int32Array
+
+
+class IntegrityError(AssertionError):
+    """An invariant of the core does not hold."""
+
+
+class BlockPool:
+    """``num_blocks`` blocks of ``block_size`` tokens.
+
+    ``generation`` uint32[num_blocks] counts how often a block was handed out: a (block, generation) pair names one life of
+    it, so that what was said of an earlier life can be told apart (rule R1).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks, np.uint32)
+        self._refcount = array("i", bytes(4 * num_blocks))
+        self._free = FreeList(num_blocks)
+        # Content of hashed blocks. Tokens are kept to compare, so that a collision of hashes cannot leak.
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, cached ones included."""
+        return self._free.size
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some sequence refers to."""
+        return self.num_blocks - self._free.size
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content can be found."""
+        return len(self._by_hash)
+
+    def free_blocks(self) -> list[int]:
+        """Free blocks in the order they will be taken."""
+        return list(self._free)
+
+    def allocate(self, count: int) -> Int32Array:
+        """Hand out ``count`` blocks (there must be as many), with one reference each: int32[count]."""
+        blocks = np.empty(count, np.int32)
+        for i in range(count):
+            block = self._free.pop_front()
+            self._forget(block)
+            self._refcount[block] = 1
+            blocks[i] = block
+        self.generation[blocks] += 1
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block, the tail first: the head of a chain is worth keeping longest."""
+        refcount, free = self._refcount, self._free
+        for block in reversed(blocks):
+            left = refcount[block] - 1
+            assert left >= 0, "released more often than held"
+            refcount[block] = left
+            if left == 0:
+                if self._hash[block] is None:
+                    free.push_front(block)
+                else:
+                    free.push_back(block)
+
+    def match(self, chain: Iterable[bytes], tokens: Int32Array) -> Int32Array:
+        """The longest cached prefix: ids of the blocks that hold it, int32[hits]. No reference is taken.
+
+        ``chain`` are the hashes of successive blocks of ``tokens`` int32[>= len(chain) * block_size].
+        """
+        found = []
+        for digest in chain:
+            block = self._by_hash.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        blocks = np.array(found, np.int32)
+        wanted = tokens[: len(found) * self.block_size].reshape(-1, self.block_size)
+        same = (self._tokens[blocks] == wanted).all(axis=1)
+        return blocks if same.all() else blocks[: int(same.argmin())]
+
+    def num_free_among(self, blocks: Sequence[int]) -> int:
+        """How many of them wait in the free list (taking them makes ``num_free`` smaller)."""
+        refcount = self._refcount
+        return sum(1 for block in blocks if refcount[block] == 0)
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Take one more reference to each (cached) block."""
+        refcount = self._refcount
+        for block in blocks:
+            if refcount[block] == 0:
+                self._free.remove(block)
+            refcount[block] += 1
+
+    def commit(self, block: int, generation: int, digest: bytes, tokens: Int32Array) -> None:
+        """A full block's content is on the device: make it findable.
+
+        Nothing happens if the block has been handed out again since ``generation``, or if another one holds the same
+        content already. ``tokens`` int32[block_size].
+        """
+        if self.generation[block] != generation or self._hash[block] is not None or digest in self._by_hash:
+            return
+        self._by_hash[digest] = block
+        self._hash[block] = digest
+        self._tokens[block] = tokens
+        if self._refcount[block] == 0:
+            # Let go before it was known to be worth keeping: it had been put first in line.
+            self._free.remove(block)
+            self._free.push_back(block)
+
+    def reset_cache(self) -> bool:
+        """Forget all content; False (and nothing happens) while any block is referenced."""
+        if self.num_used:
+            return False
+        for block in list(self._by_hash.values()):
+            self._forget(block)
+        return True
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash[block]
+        if digest is not None:
+            del self._by_hash[digest]
+            self._hash[block] = None
+
+    def check_integrity(self, references: npt.NDArray[np.int64]) -> None:
+        """Compare with the references that sequences really hold, int64[num_blocks].
+
+        Raises:
+            IntegrityError: a refcount is wrong, a block is in two places or in none, or the cache names a wrong block.
+        """
+        refcount = np.frombuffer(self._refcount, np.int32)
+        if not np.array_equal(refcount, references):
+            wrong = np.flatnonzero(refcount != references)[:8].tolist()
+            raise IntegrityError(f"refcounts differ from references held at blocks {wrong}")
+        free = list(self._free)
+        if len(free) != len(set(free)) or len(free) != self._free.size:
+            raise IntegrityError("the free list is broken")
+        if set(free) != set(np.flatnonzero(refcount == 0).tolist()):
+            raise IntegrityError("a block is in two places or in none")
+        if any(self._hash[block] != digest for digest, block in self._by_hash.items()):
+            raise IntegrityError("the cache names a block with other content")
+        if len(self._by_hash) != sum(digest is not None for digest in self._hash):
+            raise IntegrityError("a hashed block cannot be found")

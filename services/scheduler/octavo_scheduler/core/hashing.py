@@ -1,0 +1,41 @@
+"""The hash chain that names the content of blocks.
+
+A block's hash is H(parent's hash, its token ids); the root of a chain holds everything that must match for reuse, so one
+lookup answers for a whole prefix. After vLLM's prefix cache (docs: "Automatic Prefix Caching"); keyed BLAKE2b-128 here, so
+that nobody outside can search for collisions.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from octavo_shared.records import Int32Array
+
+HASH_BYTES = 16
+
+
+class BlockHasher:
+    """Chain hashes under one key, for blocks of ``block_size`` tokens."""
+
+    def __init__(self, key: bytes, block_size: int) -> None:
+        self._key = key
+        self.block_size = block_size
+
+    def root(self, *parts: str) -> bytes:
+        """The start of a chain: model fingerprint, adapter, tenant, salt, … Each part counts with its length."""
+        data = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
+        return blake2b(data, digest_size=HASH_BYTES, key=self._key, person=b"root").digest()
+
+    def extend(self, chain: list[bytes], root: bytes, tokens: Int32Array, num_blocks: int) -> None:
+        """Make ``chain`` cover the first ``num_blocks`` full blocks of ``tokens`` int32[at least num_blocks * block_size]."""
+        known = len(chain)
+        if known >= num_blocks:
+            return
+        size, key = self.block_size * 4, self._key
+        data = memoryview(tokens[known * self.block_size : num_blocks * self.block_size].tobytes())
+        parent = chain[-1] if chain else root
+        for start in range(0, len(data), size):
+            digest = blake2b(parent, digest_size=HASH_BYTES, key=key)
+            digest.update(data[start : start + size])
+            parent = digest.digest()
+            chain.append(parent)

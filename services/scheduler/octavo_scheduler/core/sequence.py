@@ -1,0 +1,88 @@
+"""A sequence: one choice of a request, with the tokens it has so far."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from octavo_shared.ids import RequestId
+from octavo_shared.records import Int32Array, RequestRecord, SamplingParams
+
+NO_SLOT = -1
+
+
+class State(Enum):
+    """Where a sequence is."""
+
+    # Waits for the first sequence of its request to have computed the prompt they share.
+    FOLLOWING = "following"
+    WAITING = "waiting"
+    RUNNING = "running"
+    # Let go by preemption; back in the waiting queue, but plans that name it are still in flight.
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+class Sequence:
+    """A prompt, its outputs so far, and where it stands. Owned by ``Scheduler``; others only read.
+
+    A resumed sequence (after preemption, crash or restart) is a new one whose prompt is prompt + tokens so far;
+    ``output_start`` marks where outputs begin (rule L11).
+    """
+
+    __slots__ = (
+        "arrival",
+        "attempt",
+        "chain",
+        "choice",
+        "followers",
+        "in_flight",
+        "max_total_tokens",
+        "output_start",
+        "preemptions",
+        "record",
+        "root",
+        "slot",
+        "state",
+        "tokens",
+        "uid",
+    )
+
+    def __init__(self, record: RequestRecord, choice: int, attempt: int, max_model_len: int) -> None:
+        self.record = record
+        self.choice = choice
+        self.attempt = attempt
+        self.output_start = len(record.prompt)
+        self.max_total_tokens = min(self.output_start + record.sampling.max_tokens, max_model_len)
+        # Known tokens while it has no slot; while it runs they stand in its row of the slot table.
+        self.tokens: Int32Array = record.prompt
+        # Set by the scheduler that takes it.
+        self.uid = -1
+        self.arrival = -1
+        self.slot = NO_SLOT
+        self.state = State.WAITING
+        # Hashes of its leading full blocks, as far as they were needed.
+        self.chain: list[bytes] = []
+        self.root = b""
+        # Unacknowledged plans that name it.
+        self.in_flight = 0
+        self.preemptions = 0
+        self.followers: list[Sequence] = []
+
+    def resume_with(self, outputs: list[int]) -> None:
+        """Start from outputs that are in the log already."""
+        self.tokens = np.concatenate([self.record.prompt, np.array(outputs, np.int32)])
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.record.id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.record.sampling
+
+    @property
+    def reads_cache(self) -> bool:
+        """Log-probabilities of the prompt need every position computed, unless they have been delivered."""
+        return self.sampling.prompt_logprobs is None or len(self.tokens) > self.output_start
