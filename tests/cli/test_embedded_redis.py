@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+
 from octavo.embedded_redis import EmbeddedRedis, EmbeddedRedisError, bundled_server, find_server, server_version
 from octavo.instance import InstanceDir
 

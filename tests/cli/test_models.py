@@ -18,12 +18,13 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
 from octavo import default_model
 from octavo.default_model import DEFAULT_MODEL
 from octavo.errors import ModelError
 from octavo.models import resolve_model
-from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 

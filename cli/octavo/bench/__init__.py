@@ -1,0 +1,1 @@
+"""Measuring servers: load, clocks and reports."""
