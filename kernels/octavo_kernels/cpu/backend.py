@@ -1,0 +1,252 @@
+"""The CPU backend: checks arguments, lays them out for the C kernels, runs or records them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu.build import load
+from octavo_kernels.interface import Activation, AttentionBatch, AttentionShape, LinearWeight, Logprobs, SampleRows
+
+PANEL = 16
+MAX_ARGS = 31
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+
+
+def _bits(value: float) -> int:
+    """The double as the int64 that carries it."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _check(tensor: Tensor, *dtypes: torch.dtype, contiguous: bool = True) -> int:
+    """The tensor's address; it must be one of ``dtypes`` on the CPU."""
+    if tensor.dtype not in dtypes or tensor.device.type != "cpu" or (contiguous and not tensor.is_contiguous()):
+        raise TypeError(f"expected a contiguous CPU tensor of {dtypes}, not {tensor.dtype} on {tensor.device}")
+    return tensor.data_ptr()
+
+
+F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
+
+
+class CpuProgram:
+    """Recorded kernels: one row of int64 per kernel, its address, the number of rows, its other arguments."""
+
+    def __init__(self, run: Callable[[npt.NDArray[np.int64]], None], ops: list[list[int]], keep: list[Tensor]) -> None:
+        self._run = run
+        self._keep = keep  # the buffers the addresses point into
+        self._ops = np.zeros((len(ops), MAX_ARGS + 1), np.int64)
+        for row, op in zip(self._ops, ops, strict=True):
+            row[: len(op)] = op
+
+    def run(self, rows: int) -> None:
+        self._ops[:, 1] = rows
+        self._run(self._ops)
+
+
+class CpuKernels:
+    """Implements ``octavo_kernels.interface.Kernels`` for float32 activations; see there for shapes."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        """``threads`` is by default what torch uses.
+
+        Raises:
+            BuildError: the kernels cannot be compiled here.
+        """
+        self._library = load()
+        self._library.oct_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        self._library.oct_run.restype = None
+        self._threads = threads or torch.get_num_threads()
+        self._address: dict[str, int] = {}
+        self._single = np.zeros((1, MAX_ARGS + 1), np.int64)
+        self._recording: tuple[list[list[int]], list[Tensor]] | None = None
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return F32
+
+    def _run_ops(self, ops: npt.NDArray[np.int64]) -> None:
+        self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], self._threads)
+
+    def _emit(self, name: str, rows: int, *args: int, keep: tuple[Tensor | None, ...]) -> None:
+        address = self._address.get(name)
+        if address is None:
+            address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
+            assert address is not None
+            self._address[name] = address
+        op = [address, rows, *args]
+        if self._recording is not None:
+            self._recording[0].append(op)
+            self._recording[1].extend(tensor for tensor in keep if tensor is not None)
+            return
+        self._single[0, : len(op)] = op
+        self._run_ops(self._single)
+
+    @contextmanager
+    def record(self) -> Iterator[Callable[[], CpuProgram]]:
+        ops: list[list[int]] = []
+        keep: list[Tensor] = []
+        self._recording = (ops, keep)
+        try:
+            yield lambda: CpuProgram(self._run_ops, ops, keep)
+        finally:
+            self._recording = None
+
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
+        n, k = weight.shape
+        source = weight.contiguous() if weight.dtype in (F32, BF16) else weight.float().contiguous()
+        packed = torch.empty(-(-n // PANEL) * k * PANEL, dtype=BF16 if dtype == BF16 else F32)
+        args = (source.data_ptr(), packed.data_ptr(), k, int(dtype == BF16), int(source.dtype == BF16))
+        self._emit("oct_pack", n, *args, keep=(source, packed))
+        return LinearWeight(packed, n, k)
+
+    def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
+        rows, k, n = x.shape[0], weight.in_features, weight.out_features
+        if x.shape[1] != k or out.shape != (rows, n) or x.stride(1) != 1:
+            raise ValueError(f"linear: x {tuple(x.shape)}, weight {(n, k)}, out {tuple(out.shape)}")
+        addresses = (_check(x, F32, contiguous=False), x.stride(0), weight.data.data_ptr())
+        offset = 0 if bias is None else _check(bias, F32)
+        narrow = int(weight.data.dtype == BF16)
+        self._emit(
+            "oct_linear", rows, *addresses, offset, _check(out, F32), n, n, k, narrow, keep=(x, weight.data, bias, out)
+        )
+
+    def embed(self, ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
+        n, k = weight.out_features, weight.in_features
+        args = (_check(ids, I32), weight.data.data_ptr(), _check(out, F32), k, n, k, int(weight.data.dtype == BF16))
+        self._emit("oct_embed", out.shape[0], *args, keep=(ids, weight.data, out))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        h = x.shape[-1]
+        args = (_check(x, F32), h, _check(weight, F32), _check(out, F32), h, h, _bits(eps))
+        self._emit("oct_rms_norm", x.shape[0], *args, keep=(x, weight, out))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        h = x.shape[-1]
+        args = (_check(x, F32), h, _check(weight, F32), _check(out, F32), h, h, _bits(eps), _check(residual, F32))
+        self._emit("oct_add_rms_norm", x.shape[0], *args, keep=(x, weight, out, residual))
+
+    def gather_add_rms_norm(
+        self, x: Tensor, residual: Tensor, index: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        addresses = (_check(x, F32), _check(residual, F32), _check(index, I32), _check(weight, F32), _check(out, F32))
+        keep = (x, residual, index, weight, out)
+        self._emit("oct_gather_add_rms_norm", out.shape[0], *addresses, x.shape[-1], _bits(eps), keep=keep)
+
+    def act_and_mul(self, gate_up: Tensor, activation: Activation, out: Tensor) -> None:
+        args = (_check(gate_up, F32), _check(out, F32), out.shape[-1], ACTIVATIONS[activation])
+        self._emit("oct_act_and_mul", out.shape[0], *args, keep=(gate_up, out))
+
+    def rope_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        args = (
+            _check(qkv, F32),
+            qkv.shape[1],
+            _check(positions, I32),
+            0 if table is None else _check(table, F32),
+            0 if table is None else table.shape[1],
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            0 if q_norm is None else _check(q_norm, F32),
+            0 if k_norm is None else _check(k_norm, F32),
+            _bits(eps),
+            _check(slots, I32),
+            _check(k_pages, F32, BF16),
+            _check(v_pages, F32, BF16),
+            shape.block_size,
+            int(k_pages.dtype == BF16),
+            1 if table is None else table.shape[0],
+        )
+        keep = (qkv, positions, table, q_norm, k_norm, slots, k_pages, v_pages)
+        self._emit("oct_rope_kv", qkv.shape[0], *args, keep=keep)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        out: Tensor,
+    ) -> None:
+        if shape.head_dim % 8 or shape.block_size % 8:
+            raise ValueError(f"head size {shape.head_dim} and block size {shape.block_size} must be multiples of 8")
+        args = (
+            _check(qkv, F32),
+            qkv.shape[1],
+            _check(out, F32),
+            out.shape[1],
+            _check(k_pages, F32, BF16),
+            _check(v_pages, F32, BF16),
+            _check(batch.block_tables, I32),
+            batch.block_tables.shape[1],
+            _check(batch.query_start, I32),
+            _check(batch.seq_lens, I32),
+            _check(batch.num_seqs, I32),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            _bits(shape.scale),
+            shape.window,
+            _bits(shape.soft_cap),
+            int(k_pages.dtype == BF16),
+        )
+        tensors = (batch.block_tables, batch.query_start, batch.seq_lens, batch.num_seqs)
+        self._emit("oct_attention", qkv.shape[0], *args, keep=(qkv, out, k_pages, v_pages, *tensors))
+
+    def copy_pages(self, pages: Tensor, source: Tensor, destination: Tensor) -> None:
+        layer_bytes, page_bytes = (pages.stride(i) * pages.element_size() for i in (0, 1))
+        addresses = (_check(source, I32), _check(destination, I32), _check(pages, pages.dtype))
+        keep = (pages, source, destination)
+        self._emit("oct_copy_pages", len(source), *addresses, pages.shape[0], layer_bytes, page_bytes, keep=keep)
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
+        count, vocab = logits.shape
+        token = torch.empty(count, dtype=I32)
+        status = torch.empty(count, dtype=torch.uint8)
+        floats = (rows.temperature, rows.top_p, rows.min_p, rows.presence, rows.frequency, rows.repetition)
+        temperature, top_p, min_p, presence, frequency, repetition = (_check(x, F32) for x in floats)
+        args = (
+            *(_check(logits, F32), vocab, temperature, _check(rows.top_k, I32), top_p, min_p),
+            *(presence, frequency, repetition, _check(rows.seed, torch.int64), _check(rows.position, I32)),
+            *(_check(rows.tokens, I32), rows.tokens.shape[1], _check(rows.token_row, I32)),
+            *(_check(rows.token_count, I32), _check(rows.output_start, I32)),
+            *(_check(rows.bias_start, I32), _check(rows.bias_ids, I32), _check(rows.bias_values, F32)),
+            *(_check(rows.banned_start, I32), _check(rows.banned_ids, I32)),
+            *(token.data_ptr(), status.data_ptr()),
+        )
+        self._emit("oct_sample", count, *args, keep=())
+        return token, status
+
+    def logprobs(self, logits: Tensor, target: Tensor, top_n: Tensor, width: int) -> Logprobs:
+        count, vocab = logits.shape
+        result = Logprobs(
+            torch.empty(count),
+            torch.empty(count, dtype=I32),
+            torch.empty((count, width), dtype=I32),
+            torch.empty((count, width)),
+        )
+        outputs = (result.logprob, result.rank, result.top_ids, result.top_logprobs)
+        inputs = (_check(logits, F32), vocab, _check(target, I32), _check(top_n, I32))
+        self._emit("oct_logprobs", count, *inputs, *(x.data_ptr() for x in outputs), width, keep=())
+        return result
