@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from octavo_kernels import choose_kernels
 from octavo_kernels.interface import Kernels
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from octavo_kernels import AttentionBatch, AttentionShape, SampleRows
 from torch import Tensor
+
+from octavo_kernels import AttentionBatch, AttentionShape, SampleRows
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import Paged, paged_batch
+
 from octavo_kernels import AttentionShape
 from octavo_kernels.interface import Kernels
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from octavo_kernels import UnsupportedShapeError, choose_kernels
 from octavo_kernels.cpu import build
 

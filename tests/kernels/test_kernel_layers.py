@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from octavo_kernels import AttentionShape
 from octavo_kernels.interface import Kernels
 

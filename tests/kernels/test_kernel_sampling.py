@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from kernel_cases import sample_rows
+
 from octavo_kernels import SampleStatus
 from octavo_kernels.interface import Kernels
 from octavo_kernels.reference.sampling import gumbel_noise

@@ -62,7 +62,8 @@ class ReferenceKernels:
         shape: AttentionShape,
     ) -> None:
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
-        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        first_k, first_v = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        q, k, v = heads[:, :first_k], heads[:, first_k:first_v], heads[:, first_v:]
         if q_norm is not None:
             self.rms_norm(q, q_norm, eps, q)
         if k_norm is not None:

@@ -47,7 +47,7 @@ def _processed(logits: Tensor, rows: SampleRows, r: int) -> Tensor:
     history = rows.tokens[int(rows.token_row[r]), : int(rows.token_count[r])].long()
     outputs = history[int(rows.output_start[r]) :]
     history, outputs = (x[(x >= 0) & (x < vocab)] for x in (history, outputs))
-    seen = history.unique()
+    seen = torch.tensor(sorted(set(history.tolist())), dtype=torch.int64)
     repetition = float(rows.repetition[r])
     z[seen] = torch.where(z[seen] > 0, z[seen] / repetition, z[seen] * repetition)
     counts = torch.bincount(outputs, minlength=vocab).float()

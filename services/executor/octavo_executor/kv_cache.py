@@ -1,0 +1,80 @@
+"""The tensors that hold all pages, and how many pages there can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo_executor.spec import ModelSpec
+from octavo_kernels import Kernels
+from octavo_shared.settings import SettingError
+
+DEFAULT_CPU_BYTES = 4 << 30
+CPU_SHARE = 0.4
+
+
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """What decides the pool's size. Sizes in bytes, lengths in tokens; None where the user gave nothing."""
+
+    block_bytes: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    available_bytes: int
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+
+
+def plan_num_blocks(request: PoolRequest) -> int:
+    """Number of pages: as ordered, or what the bytes ordered hold, or a bounded share of free memory.
+
+    The share is 40 % but at most 4 GiB, and never more than ``max_num_seqs`` sequences of full length could fill.
+
+    Raises:
+        SettingError: the pool would not hold one sequence of ``max_model_len``.
+    """
+    per_sequence = -(-request.max_model_len // request.block_size)
+    if request.num_blocks is not None:
+        blocks, name = request.num_blocks, "--num-gpu-blocks-override"
+    elif request.memory_bytes is not None:
+        blocks, name = request.memory_bytes // request.block_bytes, "--kv-cache-memory-bytes"
+    else:
+        bytes_ = min(int(request.available_bytes * CPU_SHARE), DEFAULT_CPU_BYTES)
+        blocks = min(bytes_ // request.block_bytes, per_sequence * request.max_num_seqs)
+        name = "free memory"
+    if blocks < per_sequence:
+        raise SettingError(
+            f"{name} gives a KV cache of {blocks} blocks ({blocks * request.block_size} tokens), too few for one sequence "
+            f"of --max-model-len {request.max_model_len}: enlarge --kv-cache-memory-bytes or lower --max-model-len"
+        )
+    return blocks
+
+
+class KvCache:
+    """Owns the pages: ``k`` [layers, blocks, Hk, D, B] and ``v`` [layers, blocks, Hk, B, D] (B tokens per page)."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Untouched pages cost no memory: the system backs them when they are first written.
+        self.k: Tensor = torch.empty((spec.num_layers, num_blocks, heads, dim, block_size), dtype=dtype)
+        self.v: Tensor = torch.empty((spec.num_layers, num_blocks, heads, block_size, dim), dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.k.nbytes + self.v.nbytes
+
+    def copy_pages(self, kernels: Kernels, source: Tensor, destination: Tensor) -> None:
+        """Copy pages ``source`` int32[m] onto ``destination`` int32[m] in every layer."""
+        kernels.copy_pages(self.k, source, destination)
+        kernels.copy_pages(self.v, source, destination)
