@@ -120,6 +120,10 @@ class Scheduler:
         """Plans sent whose results are not back."""
         return len(self._sent)
 
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Some unacknowledged plan names it."""
+        return bool(sequence.in_flight if sequence.slot == NO_SLOT else self.table.in_flight[sequence.slot])
+
     @property
     def sequences(self) -> list[Sequence]:
         """Every sequence that has not ended."""

@@ -1,0 +1,109 @@
+"""Tokens on their way into the log: in order, the oldest retried first, never dropped (rule L3).
+
+A thread of its own appends, so the forward pass does not wait for Redis; only when the outbox is full does stepping stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import redis
+from redis.exceptions import RedisError
+
+from octavo_shared.entries import encode_tokens
+from octavo_shared.plan import OutputRow
+from octavo_shared.streams import FIELD, Keys
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepAppend:
+    """What one step appends: output rows of any logs."""
+
+    term: int
+    epoch: int
+    step: int
+    rows: tuple[OutputRow, ...]
+
+
+class Outbox:
+    """Appends steps in order. ``logged`` is called (from the outbox's thread) with (epoch, step) after each success."""
+
+    def __init__(
+        self, url: str, model: str, incarnation: str, capacity: int, logged: Callable[[int, int], None]
+    ) -> None:
+        self._client = redis.Redis.from_url(url, socket_keepalive=True, socket_timeout=10)
+        self._keys = Keys(model)
+        self._incarnation = incarnation
+        self._capacity = capacity
+        self._logged = logged
+        self._waiting: deque[StepAppend] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        # Seconds the latest append took.
+        self.append_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, step: StepAppend) -> None:
+        """Queue a step; waits while the outbox is full."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < self._capacity or self._closed)
+            self._waiting.append(step)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for what is queued, at most ``timeout_s``; False when something could not be appended."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._waiting
+
+    def _run(self) -> None:
+        retry_s = _FIRST_RETRY_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                batch = list(self._waiting)
+            start = time.perf_counter()
+            try:
+                self._append(batch)
+            except (RedisError, OSError) as error:
+                logger.warning("%d steps wait for the log (%s)", len(batch), error)
+                time.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+                continue
+            retry_s = _FIRST_RETRY_S
+            self.append_s = time.perf_counter() - start
+            with self._changed:
+                for _ in batch:
+                    self._waiting.popleft()
+                self._changed.notify_all()
+            self._logged(batch[-1].epoch, batch[-1].step)
+
+    def _append(self, batch: list[StepAppend]) -> None:
+        """One append per log and step. If it fails half-way, all is sent again: the fold trims what it knows."""
+        pipe = self._client.pipeline(transaction=False)
+        for step in batch:
+            by_log: dict[str, list[OutputRow]] = defaultdict(list)
+            for row in step.rows:
+                by_log[row.request_id.log].append(row)
+            for log, rows in by_log.items():
+                entry = encode_tokens(
+                    rows, term=step.term, executor=self._incarnation, epoch=step.epoch, step=step.step
+                )
+                pipe.xadd(self._keys.log(log), {FIELD: entry})
+        if len(pipe):
+            pipe.execute()

@@ -1,0 +1,151 @@
+"""The gRPC side: executors dial in, introduce themselves, and exchange plans for results on one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from octavo_scheduler.core.scheduler import OutOfStepError
+from octavo_scheduler.engine import Engine
+from octavo_scheduler.service import SchedulerService
+from octavo_shared.entries import MalformedEntryError
+from octavo_shared.plan import PROTOCOL_VERSION, ExecutorInfo, StepResult
+from octavo_shared.proto import executor_pb2 as pb
+from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.wire import FromScheduler, Heartbeat, Logged, Refusal, Resync, Welcome, from_executor, to_executor
+
+logger = logging.getLogger(__name__)
+
+Outgoing = asyncio.Queue[FromScheduler | None]
+
+
+class AttachServicer(executor_pb2_grpc.SchedulerServicer):
+    """One ``Attach`` call per executor, for as long as it lives."""
+
+    def __init__(self, service: SchedulerService) -> None:
+        self._service = service
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.ExecutorMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.SchedulerMessage]:
+        """Serve one executor: its messages are taken in by a task beside, plans are yielded from here."""
+        outgoing: Outgoing = asyncio.Queue()
+        session = _Session(self._service, outgoing)
+        reader = asyncio.create_task(session.read(request_iterator))
+        try:
+            while (message := await outgoing.get()) is not None:
+                yield to_executor(message)
+        finally:
+            reader.cancel()
+            session.close("its connection ended")
+
+
+class _Session:
+    """What one executor says, and the engine of its current epoch."""
+
+    def __init__(self, service: SchedulerService, outgoing: Outgoing) -> None:
+        self._service = service
+        self._outgoing = outgoing
+        self._engine: Engine | None = None
+        self._info: ExecutorInfo | None = None
+
+    async def read(self, messages: AsyncIterator[pb.ExecutorMessage]) -> None:
+        """Take messages in until the executor hangs up; then end the call."""
+        try:
+            async for message in messages:
+                self._take(message)
+        except MalformedEntryError as error:
+            self._outgoing.put_nowait(Refusal(f"cannot be understood: {error}"))
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("executor %s: its message could not be handled", self._info.name if self._info else "?")
+        finally:
+            self._outgoing.put_nowait(None)
+
+    def close(self, why: str) -> None:
+        """The executor is gone."""
+        if self._engine is not None:
+            logger.warning("executor %s left: %s", self._engine.info.name, why)
+            self._service.detach(self._engine, failed_message=why)
+            self._engine = None
+
+    def _take(self, raw: pb.ExecutorMessage) -> None:
+        message = from_executor(raw)
+        if isinstance(message, ExecutorInfo):
+            self._introduce(message)
+            return
+        engine = self._engine
+        if engine is None:
+            return
+        if isinstance(message, StepResult):
+            if message.epoch != engine.core.epoch:
+                return
+            if message.failed:
+                self._new_epoch(f"step {message.step} failed: {message.message}")
+                return
+            try:
+                self._service.take_result(engine, message)
+            except OutOfStepError as error:
+                self._new_epoch(str(error))
+        elif isinstance(message, Logged):
+            if message.epoch == engine.core.epoch:
+                self._service.take_logged(engine, message)
+        elif isinstance(message, Heartbeat):
+            self._service.take_heartbeat(engine, message)
+        elif isinstance(message, Resync) and message.epoch in (0, engine.core.epoch):
+            self._new_epoch(f"out of step: {message.reason}")
+
+    def _introduce(self, info: ExecutorInfo) -> None:
+        reason = self._refusal(info)
+        if reason:
+            logger.error("executor %s refused: %s", info.name, reason)
+            self._outgoing.put_nowait(Refusal(reason))
+            self._outgoing.put_nowait(None)
+            return
+        self._info = info
+        self._begin()
+
+    def _refusal(self, info: ExecutorInfo) -> str:
+        model = self._service.settings.model_name
+        if info.protocol != PROTOCOL_VERSION:
+            return f"it speaks protocol {info.protocol}, this scheduler {PROTOCOL_VERSION}"
+        if info.model != model:
+            return f"it serves {info.model!r}, this scheduler {model!r}"
+        if info.highest_term > self._service.term:
+            return f"it has seen term {info.highest_term}, this scheduler holds only {self._service.term}"
+        if min(info.num_device_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens) < 1:
+            return "its sizes must be positive"
+        return ""
+
+    def _begin(self) -> None:
+        assert self._info is not None
+        engine = self._service.attach(self._info, self._outgoing.put_nowait)
+        self._engine = engine
+        self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
+        self._service.ready(engine)
+
+    def _new_epoch(self, why: str) -> None:
+        """Start afresh with the same executor: its requests resume from the log."""
+        assert self._engine is not None
+        logger.error("executor %s begins a new epoch: %s", self._engine.info.name, why)
+        old, self._engine = self._engine, None
+        self._service.detach(old, failed_message=why)
+        self._begin()
+
+
+async def start_server(service: SchedulerService, address: str) -> tuple[grpc.aio.Server, int]:
+    """Listen on ``host:port`` or ``unix:path``; returns the server and the port (0 for a socket).
+
+    Raises:
+        RuntimeError: the address cannot be listened on.
+    """
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 << 20), ("grpc.so_reuseport", 0)])
+    executor_pb2_grpc.add_SchedulerServicer_to_server(AttachServicer(service), server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, port

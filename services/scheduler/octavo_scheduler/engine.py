@@ -1,0 +1,104 @@
+"""One attached executor: the core that plans for it, and what its acknowledgements mean for requests."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.events import Ended, Event
+from octavo_scheduler.core.scheduler import Scheduler
+from octavo_scheduler.core.sequence import Sequence
+from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
+from octavo_shared.settings import SchedulerSettings
+
+
+def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
+    """The core's sizes: the executor's, lowered by what the operator asked of the scheduler."""
+    max_num_seqs = min(info.max_num_seqs, settings.max_num_seqs or info.max_num_seqs)
+    budget = min(info.max_num_batched_tokens, settings.max_num_batched_tokens or info.max_num_batched_tokens)
+    return CoreConfig(
+        num_blocks=info.num_device_blocks,
+        block_size=info.block_size,
+        max_num_seqs=min(max_num_seqs, budget),
+        max_num_batched_tokens=budget,
+        max_model_len=min(info.max_model_len, info.num_device_blocks * info.block_size),
+        fingerprint=info.fingerprint,
+        policy=settings.scheduling_policy,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        run_ahead=info.run_ahead,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """What a step's result brought, the seconds from sending its plan to hearing its result, and the tokens it computed."""
+
+    events: list[Event]
+    round_trip_s: float
+    tokens: int
+
+
+class Engine:
+    """Plans for one executor in one epoch. ``send`` hands a plan to the wire; it never blocks."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        settings: SchedulerSettings,
+        *,
+        term: int,
+        epoch: int,
+        hash_key: bytes,
+        send: Callable[[StepPlan], None],
+    ) -> None:
+        self.info = info
+        self.core = Scheduler(core_config(info, settings), term=term, epoch=epoch, hash_key=hash_key)
+        self._send = send
+        # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.
+        self._unlogged: deque[tuple[int, Sequence]] = deque()
+        self._sent: deque[tuple[float, int]] = deque()
+        self.last_heard_s = time.monotonic()
+        self.plan_s = 0.0
+        self.draining = False
+
+    def pump(self) -> list[Event]:
+        """Send every plan that may be sent now; returns what happened meanwhile."""
+        start = time.perf_counter()
+        while (plan := self.core.schedule()) is not None:
+            self._send(plan)
+            self._sent.append((time.perf_counter(), int(plan.row_tokens.sum())))
+        self.plan_s = time.perf_counter() - start
+        return self.core.drain_events()
+
+    def take_result(self, result: StepResult) -> Acknowledged:
+        """Take a step's result in.
+
+        Raises:
+            OutOfStepError: it does not answer the oldest unacknowledged plan.
+        """
+        self.core.commit(result)
+        events = self.core.drain_events()
+        self._unlogged += [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
+        sent_at, tokens = self._sent.popleft()
+        return Acknowledged(events, time.perf_counter() - sent_at, tokens)
+
+    def take_logged(self, step: int) -> list[Sequence]:
+        """Everything up to ``step`` is in the log: the sequences whose ends are final by that."""
+        final = []
+        while self._unlogged and self._unlogged[0][0] <= step:
+            final.append(self._unlogged.popleft()[1])
+        return final
+
+    @property
+    def load(self) -> int:
+        """Sequences it has, running or waiting."""
+        return self.core.num_running + self.core.num_waiting
+
+
+def choose_engine(engines: list[Engine]) -> Engine | None:
+    """Where a new request goes: the least loaded executor that is not leaving."""
+    return min((engine for engine in engines if not engine.draining), key=lambda engine: engine.load, default=None)

@@ -1,0 +1,66 @@
+"""Requests that have not ended: what the scheduler owes an end, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from octavo_scheduler.core.sequence import Sequence
+from octavo_shared.ids import RequestId
+from octavo_shared.records import RequestRecord
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One request between its reading and its acknowledgement.
+
+    ``entry_id`` is its place in the model stream. ``open`` are the choices whose end is not in the log yet; ``attempt_n``
+    counts the attempts of this term; ``sequences`` are those of the current attempt. ``ending`` are open choices whose end
+    has been decided here and is on its way into the log: they never start again.
+    """
+
+    record: RequestRecord
+    entry_id: bytes
+    open: set[int]
+    attempt_n: int = 0
+    ending: set[int] = field(default_factory=set)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def start(self, outputs: dict[int, list[int]], max_model_len: int) -> list[Sequence]:
+        """Sequences of a new attempt for every choice that is to run, resumed after ``outputs`` where there are any."""
+        self.sequences = []
+        for choice in sorted(self.open - self.ending):
+            sequence = Sequence(self.record, choice, self.attempt_n, max_model_len)
+            if outputs.get(choice):
+                sequence.resume_with(outputs[choice])
+            self.sequences.append(sequence)
+        return self.sequences
+
+
+class LiveRequests:
+    """Every request that is owed an end, by id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[RequestId, LiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, request_id: RequestId) -> LiveRequest | None:
+        """The request, if it is still owed an end."""
+        return self._by_id.get(request_id)
+
+    def add(self, live: LiveRequest) -> None:
+        """From now on it is owed an end per open choice."""
+        self._by_id[live.record.id] = live
+
+    def close(self, request_id: RequestId, choice: int) -> LiveRequest | None:
+        """A choice's end is in the log; returns the request when that was the last one, and forgets it."""
+        live = self._by_id.get(request_id)
+        if live is None:
+            return None
+        live.open.discard(choice)
+        return None if live.open else self._by_id.pop(request_id)

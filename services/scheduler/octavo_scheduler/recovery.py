@@ -1,0 +1,74 @@
+"""Resuming is one path (rule L11): after a takeover, a lost executor or a new epoch.
+
+Fence every choice under a new attempt, then read the log up to one's own fence: the fold there is where the new attempt
+starts. Whatever an earlier attempt appends after the fence counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from octavo_scheduler.live import LiveRequest
+from octavo_shared.entries import encode_fences
+from octavo_shared.fold import ChoiceFold, FenceEvent, LogFold
+from octavo_shared.ids import Attempt
+from octavo_shared.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A request whose choices have been fenced: outputs so far per open choice, and choices that had ended before."""
+
+    live: LiveRequest
+    outputs: dict[int, list[int]]
+    ended: tuple[int, ...]
+
+
+async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) -> list[Resumption]:
+    """Give every open choice of ``lives`` a new attempt of ``term`` and find out where it starts.
+
+    Raises:
+        redis.exceptions.RedisError: the log is out of reach; nothing has been decided, call again.
+    """
+    by_log: dict[str, list[LiveRequest]] = defaultdict(list)
+    for live in lives:
+        live.attempt_n += 1
+        by_log[live.record.id.log].append(live)
+    resumed: list[Resumption] = []
+    for log, members in by_log.items():
+        fences = [
+            FenceEvent(live.record.id.serial, choice, Attempt(term, live.attempt_n))
+            for live in members
+            for choice in sorted(live.open)
+        ]
+        await streams.append_log(log, encode_fences(fences))
+        states = await _read_to_fences(streams, log, fences)
+        for live in members:
+            mine = {choice: states[live.record.id.serial, choice] for choice in live.open}
+            ended = tuple(choice for choice, state in mine.items() if state.end)
+            outputs = {choice: list(state.tokens) for choice, state in mine.items() if not state.end}
+            resumed.append(Resumption(live, outputs, ended))
+    return resumed
+
+
+async def _read_to_fences(streams: Streams, log: str, fences: list[FenceEvent]) -> dict[tuple[int, int], ChoiceFold]:
+    """The fold of each choice at its own fence. The fences are in the log, so reading on always reaches them."""
+    awaited = {(fence.serial, fence.choice): fence.attempt for fence in fences}
+    fold = LogFold()
+    states: dict[tuple[int, int], ChoiceFold] = {}
+    after = "0"
+    while awaited:
+        page = await streams.read_log(log, after)
+        if page.last_id == after:
+            # Gone (an operator's flush): nothing was delivered that we know of.
+            states.update({key: fold.get(*key) for key in awaited})
+            break
+        after = page.last_id
+        for event in page.events:
+            fold.apply(event)
+            key = (event.serial, event.choice)
+            if isinstance(event, FenceEvent) and awaited.get(key) == event.attempt:
+                states[key] = fold.get(*key)
+                del awaited[key]
+    return states

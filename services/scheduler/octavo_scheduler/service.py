@@ -1,0 +1,293 @@
+"""The scheduler as a service: requests come in from the log, plans go out to executors, ends go back to the log.
+
+One request's walk: ``Intake`` reads it from the model stream and hands it to ``accept``; it gets sequences on an engine
+(or waits in the lobby while no executor is attached). Plans and results travel through the engine. An end that the executor
+computed becomes final when the executor says its append succeeded (``logged``); an end that the scheduler decides (abort,
+refusal) becomes final when the scheduler's own fence is in the log. After the last choice's end the request is acknowledged
+and its entry deleted (rule L6).
+
+Everything here runs on one asyncio loop: no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+
+from redis.exceptions import RedisError
+
+from octavo_scheduler.core.scheduler import NeverFitsError
+from octavo_scheduler.engine import Engine, choose_engine
+from octavo_scheduler.live import LiveRequest, LiveRequests
+from octavo_scheduler.metrics import SchedulerMetrics
+from octavo_scheduler.observe import Observer
+from octavo_scheduler.recovery import fence_and_read
+from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
+from octavo_shared.fold import FenceEvent
+from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
+from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem
+from octavo_shared.settings import SchedulerSettings
+from octavo_shared.streams import Streams
+from octavo_shared.wire import Heartbeat, Logged
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+# An executor that says nothing for this long (not even a heartbeat) does not count as ready.
+SILENCE_S = 5.0
+# Steps that may fail with a request in them before the request is given up.
+MAX_STRIKES = 3
+
+
+class SchedulerService:
+    """Live requests, engines, and the promises between them."""
+
+    def __init__(
+        self, settings: SchedulerSettings, streams: Streams, observer: Observer, metrics: SchedulerMetrics, term: int
+    ) -> None:
+        self.settings = settings
+        self.streams = streams
+        self.observer = observer
+        self.metrics = metrics
+        self.term = term
+        self.live = LiveRequests()
+        self.engines: list[Engine] = []
+        # Requests that wait for an executor, with what they have put out so far.
+        self._lobby: list[tuple[LiveRequest, dict[int, list[int]]]] = []
+        self._homes: dict[RequestId, Engine] = {}
+        self._strikes: dict[RequestId, int] = {}
+        self._epoch = 0
+        self._hash_key = secrets.token_bytes(16)
+        self._background: set[asyncio.Task[None]] = set()
+
+    # --- requests ---
+
+    def accept(self, entry_id: bytes, payload: bytes) -> None:
+        """A request was read from the model stream; it stays pending there until all its ends are logged."""
+        try:
+            record = decode_request(payload)
+        except MalformedEntryError as error:
+            logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
+            self._spawn(self._finish(entry_id, None))
+            return
+        live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
+        self.live.add(live)
+        self._place(live, {})
+
+    async def take_over(self, entries: list[tuple[bytes, bytes]]) -> None:
+        """Requests that an earlier term left pending: fence, read, resume. Called once, before anything is accepted."""
+        lives = []
+        for entry_id, payload in entries:
+            try:
+                record = decode_request(payload)
+            except MalformedEntryError:
+                await self._finish(entry_id, None)
+                continue
+            live = LiveRequest(record, entry_id, open=set(range(record.n)))
+            self.live.add(live)
+            lives.append(live)
+        if lives:
+            logger.info("taking over %d requests of an earlier term", len(lives))
+            await self._resume(lives)
+
+    def abort(self, record: AbortRecord) -> bool:
+        """Someone no longer wants a choice, or all; False when the request is not known here (yet)."""
+        live = self.live.get(record.request_id)
+        if live is None:
+            return False
+        if record.owner_generation >= live.record.owner_generation:
+            choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
+            self._end_choices(live, choices, EndReason.ABORT, None)
+        return True
+
+    def _place(self, live: LiveRequest, outputs: dict[int, list[int]]) -> None:
+        if live.open <= live.ending:
+            return
+        engine = choose_engine(self.engines)
+        if engine is None:
+            self._lobby.append((live, outputs))
+            return
+        sequences = live.start(outputs, engine.core.config.max_model_len)
+        try:
+            engine.core.add(sequences)
+        except NeverFitsError as error:
+            problem = Problem(str(error), 400, "BadRequestError", "context_length_exceeded", "input_tokens")
+            live.sequences = []
+            self._end_choices(live, set(live.open), EndReason.ERROR, problem)
+            return
+        for sequence in sequences:
+            self.observer.arrived(sequence)
+        self._homes[live.record.id] = engine
+        self._pump(engine)
+
+    def _end_choices(self, live: LiveRequest, choices: set[int], reason: EndReason, problem: Problem | None) -> None:
+        """End choices from here: let their blocks go now, and fence them with the end (the log decides who was first)."""
+        engine = self._homes.get(live.record.id)
+        fenced = choices - live.ending
+        for sequence in live.sequences:
+            if sequence.choice not in fenced or engine is None:
+                continue
+            if engine.core.abort(sequence):
+                self.observer.left(sequence, reason)
+            else:
+                # Computed already; its own end is on its way into the log.
+                fenced.discard(sequence.choice)
+        if fenced:
+            live.ending |= fenced
+            attempt = Attempt(self.term, live.attempt_n + 1)
+            serial = live.record.id.serial
+            fences = [FenceEvent(serial, choice, attempt, reason, problem) for choice in sorted(fenced)]
+            self._spawn(self._log_ends(live.record.id, fences))
+        if engine is not None:
+            self._pump(engine)
+
+    async def _log_ends(self, request_id: RequestId, fences: list[FenceEvent]) -> None:
+        await self._insist(lambda: self.streams.append_log(request_id.log, encode_fences(fences)))
+        for fence in fences:
+            self._close(request_id, fence.choice)
+
+    def _close(self, request_id: RequestId, choice: int) -> None:
+        finished = self.live.close(request_id, choice)
+        if finished is not None:
+            self._homes.pop(request_id, None)
+            self._strikes.pop(request_id, None)
+            self._spawn(self._finish(finished.entry_id, request_id))
+
+    async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
+        await self._insist(lambda: self.streams.finish_request(entry_id, request_id))
+
+    async def _insist(self, operation: Callable[[], Awaitable[None]]) -> None:
+        """Repeat an idempotent operation on the log until it succeeds."""
+        while True:
+            try:
+                await operation()
+                return
+            except (RedisError, OSError) as error:
+                logger.warning("the log is out of reach (%s); trying again", error)
+                await asyncio.sleep(RETRY_S)
+
+    # --- executors ---
+
+    def attach(self, info: ExecutorInfo, send: Callable[[StepPlan], None]) -> Engine:
+        """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
+        self._epoch += 1
+        return Engine(info, self.settings, term=self.term, epoch=self._epoch, hash_key=self._hash_key, send=send)
+
+    def ready(self, engine: Engine) -> None:
+        """The executor has been welcomed: plans may be sent from now on."""
+        self.engines.append(engine)
+        config = engine.core.config
+        logger.info(
+            "executor %s attached: %d blocks of %d tokens, %.1f sequences of %d tokens at once",
+            engine.info.name,
+            config.num_blocks,
+            config.block_size,
+            config.max_concurrency,
+            config.max_model_len,
+        )
+        waiting, self._lobby = self._lobby, []
+        for live, outputs in waiting:
+            self._place(live, outputs)
+
+    def detach(self, engine: Engine, *, failed_message: str = "") -> None:
+        """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches."""
+        if engine not in self.engines:
+            return
+        self.engines.remove(engine)
+        self.observer.epoch_over(engine.core.epoch)
+        lives = [live for live in self.live if self._homes.get(live.record.id) is engine]
+        for live in lives:
+            self._homes.pop(live.record.id, None)
+            for sequence in live.sequences:
+                self.observer.left(sequence, EndReason.NONE)
+            if any(engine.core.is_in_flight(sequence) for sequence in live.sequences):
+                self._strikes[live.record.id] = self._strikes.get(live.record.id, 0) + 1
+            live.sequences = []
+        struck = [live for live in lives if self._strikes.get(live.record.id, 0) >= MAX_STRIKES]
+        for live in struck:
+            problem = Problem(f"The request failed repeatedly: {failed_message or 'its executor was lost'}")
+            self._end_choices(live, set(live.open), EndReason.ERROR, problem)
+        rest = [live for live in lives if live not in struck]
+        if rest:
+            self._spawn(self._resume(rest))
+
+    async def _resume(self, lives: list[LiveRequest]) -> None:
+        while True:
+            try:
+                resumptions = await fence_and_read(self.streams, lives, self.term)
+                break
+            except (RedisError, OSError) as error:
+                logger.warning("the log is out of reach (%s); resuming later", error)
+                await asyncio.sleep(RETRY_S)
+        for resumption in resumptions:
+            live = resumption.live
+            for choice in resumption.ended:
+                self._close(live.record.id, choice)
+            if self.live.get(live.record.id) is live:
+                self._place(live, {c: tokens for c, tokens in resumption.outputs.items() if c in live.open})
+
+    def take_result(self, engine: Engine, result: StepResult) -> None:
+        """A step is done on an executor."""
+        engine.last_heard_s = time.monotonic()
+        acknowledged = engine.take_result(result)
+        epoch = engine.core.epoch
+        # The next plan first: everything else can wait behind the forward pass.
+        planned = engine.pump()
+        self.observer.acknowledged(epoch, result.step)
+        self.observer.happened(acknowledged.events + planned, epoch)
+        self.metrics.observe_step(acknowledged.tokens, engine.plan_s, acknowledged.round_trip_s, result.timings)
+
+    def take_logged(self, engine: Engine, logged: Logged) -> None:
+        """Tokens and ends up to a step are in the log."""
+        engine.last_heard_s = time.monotonic()
+        for sequence in engine.take_logged(logged.step):
+            self._close(sequence.request_id, sequence.choice)
+
+    def take_heartbeat(self, engine: Engine, heartbeat: Heartbeat) -> None:
+        """An executor lives."""
+        engine.last_heard_s = time.monotonic()
+        engine.draining = heartbeat.draining
+
+    def _pump(self, engine: Engine) -> None:
+        self.observer.happened(engine.pump(), engine.core.epoch)
+
+    # --- what others are told ---
+
+    def limits(self) -> ModelLimits:
+        """What gateways need to know."""
+        now = time.monotonic()
+        alive = [engine for engine in self.engines if now - engine.last_heard_s < SILENCE_S]
+        infos = [engine.info for engine in self.engines]
+        return ModelLimits(
+            model=self.settings.model_name,
+            max_model_len=min((engine.core.config.max_model_len for engine in self.engines), default=0),
+            pool_tokens=min((info.num_device_blocks * info.block_size for info in infos), default=0),
+            vocab_size=min((info.vocab_size for info in infos), default=0),
+            ready=bool(alive),
+            reason="" if alive else "executors are silent" if self.engines else "no executor is attached",
+            executors=len(alive),
+            term=self.term,
+        )
+
+    def exposition(self) -> bytes:
+        """Metrics in Prometheus' text format."""
+        return self.metrics.exposition(self.engines, len(self._lobby))
+
+    @property
+    def busy(self) -> bool:
+        """Some request is owed an end."""
+        return len(self.live) > 0
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a background task failed", exc_info=task.exception())
