@@ -134,7 +134,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where a step's time went (seconds): waiting idle for the plan, preparing the batch, forward, sampling, publishing."""
+    """Where a step's time went (seconds): waiting idle for the plan, preparing the batch, forward, sampling.
+
+    ``publish_s`` is the most recent append to the log, which runs beside the forward pass.
+    """
 
     wait_s: float = 0.0
     prepare_s: float = 0.0

@@ -575,7 +575,7 @@ class StepTimings(_message.Message):
     forward_s: _builtins.float
     sample_s: _builtins.float
     publish_s: _builtins.float
-    """Handing tokens to the outbox."""
+    """Appending tokens to the log: the most recent append, which runs beside the forward pass."""
     def __init__(
         self,
         *,

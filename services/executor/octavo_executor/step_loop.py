@@ -1,0 +1,95 @@
+"""The executor's main loop: a plan in, a step done, its result out, its tokens into the outbox."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Protocol
+
+from octavo_executor.outbox import Outbox, StepAppend
+from octavo_executor.session import Session
+from octavo_shared.plan import NO_BYTES, NO_INTS, StepOutput, StepPlan, StepResult
+from octavo_shared.wire import Resync, Welcome
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What carries plans out (``octavo_executor.runner.Runner``)."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Carry one plan out."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every slot: a new epoch begins."""
+        ...
+
+
+class StepLoop:
+    """Carries plans out strictly in order (rule R1). A plan of another epoch or term, or out of order, is not run."""
+
+    def __init__(self, runner: StepRunner, session: Session, outbox: Outbox) -> None:
+        self._runner = runner
+        self._session = session
+        self._outbox = outbox
+        self._term = 0
+        self._epoch = 0
+        self._next_step = 1
+        # After a failed step the rest of the epoch is void.
+        self._epoch_failed = False
+
+    def run(self) -> None:
+        """Work until the session is closed.
+
+        Raises:
+            RefusedError: the scheduler refuses this executor.
+        """
+        while True:
+            start = time.perf_counter()
+            message = self._session.receive()
+            if message is None:
+                return
+            if isinstance(message, Welcome):
+                self._begin(message)
+            elif self._follows(message):
+                self._step(message, time.perf_counter() - start)
+
+    def _begin(self, welcome: Welcome) -> None:
+        if welcome.term < self._term:
+            logger.warning("a scheduler of term %d welcomes us, but term %d has spoken", welcome.term, self._term)
+            return
+        self._term, self._epoch, self._next_step, self._epoch_failed = welcome.term, welcome.epoch, 1, False
+        self._session.epoch, self._session.step = welcome.epoch, 0
+        self._runner.reset()
+        logger.info("attached in term %d, epoch %d", welcome.term, welcome.epoch)
+
+    def _follows(self, plan: StepPlan) -> bool:
+        if plan.term != self._term or plan.epoch != self._epoch:
+            # Of a scheduler or an epoch that is over: nobody waits for an answer.
+            return False
+        if self._epoch_failed:
+            return False
+        if plan.step == self._next_step:
+            return True
+        self._epoch_failed = True
+        reason = f"step {plan.step} came when step {self._next_step} was due"
+        self._session.send(Resync(self._epoch, self._next_step, reason))
+        return False
+
+    def _step(self, plan: StepPlan, wait_s: float) -> None:
+        try:
+            output = self._runner.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            self._epoch_failed = True
+            message = f"{type(error).__name__}: {error}"
+            failure = StepResult(plan.term, plan.epoch, plan.step, NO_INTS, NO_INTS, NO_BYTES, True, message)
+            self._session.send(failure)
+            return
+        timings = replace(output.result.timings, wait_s=wait_s, publish_s=self._outbox.append_s)
+        self._session.send(replace(output.result, timings=timings))
+        self._next_step += 1
+        self._session.step = plan.step
+        self._outbox.put(StepAppend(plan.term, plan.epoch, plan.step, output.rows))
