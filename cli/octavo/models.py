@@ -34,23 +34,35 @@ class ResolvedModel:
 def resolve_model(model: str | None, *, revision: str | None = None, gguf_dtype: str = "float32") -> ResolvedModel:
     """Find MODEL, downloading or converting it first if need be.
 
-    `model` is None (or the default's name), a Hugging Face folder, a `.gguf` file or a hub id, and
+    `model` is empty (or the default's name), a Hugging Face folder, a `.gguf` file or a hub id, and
     a path that exists wins over a hub id of the same spelling. Raises ModelError.
     """
-    if model is None:
-        return ResolvedModel(default_model_folder(), DEFAULT_MODEL, "default")
+    name = served_name(model)
+    if not model:
+        return ResolvedModel(default_model_folder(), name, "default")
     path = Path(model).expanduser()
     if path.is_dir():
-        return ResolvedModel(_checked_folder(path.resolve()), model, "folder")
+        return ResolvedModel(_checked_folder(path.resolve()), name, "folder")
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a Hugging Face folder nor a .gguf file")
-        return ResolvedModel(convert_gguf_file(path, gguf_dtype), path.stem, "gguf")
+        return ResolvedModel(convert_gguf_file(path, gguf_dtype), name, "gguf")
     if model == DEFAULT_MODEL:
-        return ResolvedModel(default_model_folder(), DEFAULT_MODEL, "default")
+        return ResolvedModel(default_model_folder(), name, "default")
     if path.suffix == ".gguf" or _HUB_ID.fullmatch(model) is None:
         raise ModelError(f"no such model: {model} (a folder, a .gguf file or a hub id like organisation/name)")
-    return ResolvedModel(_checked_folder(_hub_folder(model, revision)), model, "hub")
+    return ResolvedModel(_checked_folder(_hub_folder(model, revision)), name, "hub")
+
+
+def served_name(model: str | None) -> str:
+    """What MODEL is called by default, without looking for it: services on different machines must agree."""
+    if not model:
+        return DEFAULT_MODEL
+    if model.endswith(".gguf"):
+        return Path(model).stem
+    if model.startswith(("/", ".", "~")) or Path(model).is_dir():
+        return Path(model).expanduser().resolve().name
+    return model
 
 
 def _checked_folder(folder: Path) -> Path:

@@ -177,7 +177,7 @@ def test_folders_are_checked_before_anything_starts(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     model = resolve_model(str(tmp_path))
-    assert (model.path, model.name, model.source) == (tmp_path.resolve(), str(tmp_path), "folder")
+    assert (model.path, model.name, model.source) == (tmp_path.resolve(), tmp_path.name, "folder")
     with pytest.raises(ModelError, match="no such model"):
         resolve_model("./missing/folder")
 
