@@ -1,0 +1,161 @@
+"""From prepared prompts to requests in the log: limits, numbers, seeds, the append (rules L4, L6, L10, L14)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from redis.exceptions import RedisError
+
+from octavo_gateway.errors import bad_request, context_overflow, unavailable
+from octavo_gateway.limits import LimitsWatch
+from octavo_gateway.log_reader import LogReader
+from octavo_gateway.sampling import Draft
+from octavo_gateway.watcher import Watcher
+from octavo_shared.records import ModelLimits, RequestRecord, SamplingParams
+from octavo_shared.streams import Streams
+
+ADMIT_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is asked for, apart from the prompts."""
+
+    draft: Draft
+    priority: int = 0
+    cache_salt: str = ""
+    include_stop_str_in_output: bool = False
+    traceparent: str = ""
+    tracestate: str = ""
+    presentation: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Admitted requests, one per prompt, and the watcher of their log."""
+
+    records: tuple[RequestRecord, ...]
+    watcher: Watcher
+
+
+class Admission:
+    """Decides what is let in and appends it."""
+
+    def __init__(self, streams: Streams, limits: LimitsWatch, reader: LogReader, seed: int | None) -> None:
+        self._streams = streams
+        self._limits = limits
+        self._reader = reader
+        self._seed = seed
+        self._minted = 0
+
+    def check(self, prompts: Sequence[Sequence[int]], draft: Draft) -> list[SamplingParams]:
+        """The sampling of each prompt, now that its length is known.
+
+        Raises:
+            ApiError: 400 for a request that can never be served, 503 when none can be now.
+        """
+        limits = self._limits.require()
+        _check_ids(draft, limits.vocab_size)
+        return [self._fit(prompt, draft, limits) for prompt in prompts]
+
+    def _fit(self, prompt: Sequence[int], draft: Draft, limits: ModelLimits) -> SamplingParams:
+        _check_prompt(prompt, limits.vocab_size)
+        length = len(prompt)
+        room = min(limits.max_model_len, limits.pool_tokens) - length
+        wanted = draft.max_tokens
+        if length + (wanted or 1) > limits.max_model_len:
+            raise context_overflow(limits.max_model_len, wanted or 1, length)
+        if (wanted or 1) > room:
+            message = (
+                f"The request needs a KV cache of {length + (wanted or 1)} tokens, but the server has room for "
+                f"{limits.pool_tokens} in all. Please reduce the length of the input prompt or the number of requested "
+                f"output tokens. (parameter=input_tokens, value={length})"
+            )
+            raise bad_request(message, "input_tokens", "context_length_exceeded")
+        if wanted is None:
+            wanted = room if draft.default_max_tokens is None else min(room, draft.default_max_tokens)
+        if draft.params.min_tokens > wanted:
+            message = f"min_tokens must be less than or equal to max_tokens={wanted}, got {draft.params.min_tokens}."
+            raise bad_request(message, "min_tokens")
+        return replace(
+            draft.params,
+            max_tokens=wanted,
+            logprobs=limits.vocab_size if draft.params.logprobs == -1 else draft.params.logprobs,
+            prompt_logprobs=limits.vocab_size if draft.params.prompt_logprobs == -1 else draft.params.prompt_logprobs,
+        )
+
+    async def submit(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], order: Order
+    ) -> Submission:
+        """Append one request per prompt. When one append fails, those before it are aborted.
+
+        Raises:
+            ApiError: 503 when Redis does not take them.
+        """
+        draft = order.draft
+        watcher = self._reader.watch(len(prompts), draft.n)
+        arrival_us = time.time_ns() // 1000
+        records = tuple(
+            RequestRecord(
+                id=request_id,
+                arrival_us=arrival_us,
+                prompt=np.asarray(prompt, np.int32),
+                sampling=replace(sampling, seed=self._mint_seed() if draft.seed is None else draft.seed),
+                n=draft.n,
+                priority=order.priority,
+                cache_salt=order.cache_salt,
+                traceparent=order.traceparent,
+                tracestate=order.tracestate,
+                stop=draft.stop,
+                include_stop_str_in_output=order.include_stop_str_in_output,
+                presentation=order.presentation,
+            )
+            for request_id, prompt, sampling in zip(watcher.ids, prompts, samplings, strict=True)
+        )
+        try:
+            async with asyncio.timeout(ADMIT_TIMEOUT_S):
+                for record in records:
+                    await self._streams.admit(record)
+        except (RedisError, OSError, TimeoutError) as error:
+            # Whether the append happened is not known: the abort undoes it if it did.
+            self._reader.part(watcher, abort="not_admitted")
+            logger.warning("a request could not be appended: %r", error)
+            raise unavailable("The request could not be queued: Redis cannot be reached.") from error
+        except BaseException:
+            self._reader.part(watcher, abort="disconnect")
+            raise
+        return Submission(records, watcher)
+
+    def _mint_seed(self) -> int:
+        if self._seed is None:
+            return secrets.randbits(64)
+        self._minted += 1
+        text = f"{self._seed}/{self._minted}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    if not prompt:
+        raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    for bad in (min(prompt), max(prompt)):
+        if not 0 <= bad < vocab_size:
+            raise bad_request(f"Token id {bad} is out of vocabulary", "prompt")
+
+
+def _check_ids(draft: Draft, vocab_size: int) -> None:
+    for param, ids in (
+        ("logit_bias", [token for token, _ in draft.params.logit_bias]),
+        ("stop_token_ids", draft.params.stop_token_ids),
+    ):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise bad_request(f"Token id {token} in {param} is out of vocabulary", param)

@@ -1,0 +1,249 @@
+"""An admitted request's answer: waits for the log, tells the client, and lets go when either is done."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.trace import Span
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo_gateway.admission import Submission
+from octavo_gateway.choice_view import ChoiceView, Delta
+from octavo_gateway.errors import ApiError, error_body
+from octavo_gateway.render_chat import ChatRenderer
+from octavo_gateway.render_completion import CompletionRenderer
+from octavo_gateway.rendering import DONE, Renderer, error_events, shown_tokens, usage_of
+from octavo_gateway.slot import Presentation, Slot
+from octavo_gateway.tracing import describe_answer
+from octavo_shared.fold import ChoiceFold
+from octavo_shared.records import AbortRecord, Problem
+
+if TYPE_CHECKING:
+    from octavo_gateway.gateway import Gateway
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Response):
+    """The HTTP answer of one submission, streamed or in one piece.
+
+    Nothing is sent before the log has said something, so that a refusal is still a proper status (rule L14).
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        submission: Submission,
+        presentation: Presentation,
+        *,
+        arrival_s: float,
+        echo_texts: Sequence[str],
+        span: Span | None,
+    ) -> None:
+        # Starlette's constructor would render a body; there is none yet.
+        self.background = None
+        self.status_code = 200
+        self._gateway = gateway
+        self._metrics = gateway.metrics
+        self._watcher = submission.watcher
+        self._records = submission.records
+        self._presentation = presentation
+        self._arrival_s = arrival_s
+        self._first_event_s = 0.0
+        self._span = span
+        self._stream_span: Span | None = None
+        self._slots = self._make_slots(echo_texts)
+        self._open = len(self._slots)
+        self._open_by_serial = {record.id.serial: record.n for record in self._records}
+        self._began: set[int] = set()
+        self._started = False
+        self._failure: Problem | None = None
+        prefix = "chatcmpl-" if presentation.kind == "chat" else "cmpl-"
+        kind = ChatRenderer if presentation.kind == "chat" else CompletionRenderer
+        self.id = f"{prefix}{self._records[0].id}"
+        self._renderer: Renderer = kind(presentation, self.id, gateway.assets.tokenizer)
+
+    def _make_slots(self, echo_texts: Sequence[str]) -> dict[tuple[int, int], Slot]:
+        assets = self._gateway.assets
+        slots = {}
+        for place, (record, echo_text) in enumerate(zip(self._records, echo_texts, strict=True)):
+            for choice in range(record.n):
+                view = ChoiceView(
+                    assets.tokenizer.detokenizer(skip_special_tokens=self._presentation.skip_special_tokens),
+                    stop=record.stop,
+                    include_stop=record.include_stop_str_in_output,
+                    min_tokens=record.sampling.min_tokens,
+                    own_ends=assets.eos_token_ids,
+                    ignore_eos=record.sampling.ignore_eos,
+                )
+                slots[record.id.serial, choice] = Slot(record, choice, place * record.n + choice, view, echo_text)
+        return slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI. However it ends, whatever has not ended in the log is aborted."""
+        listener = asyncio.create_task(self._listen(receive))
+        reason = "disconnect"
+        try:
+            if self._presentation.stream:
+                await self._stream(send)
+            else:
+                await self._collect(send)
+        finally:
+            if self._failure is not None:
+                reason = "error"
+            listener.cancel()
+            self._leave(reason)
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._watcher.disconnect()
+
+    # --- one piece ---
+
+    async def _collect(self, send: Send) -> None:
+        while self._open:
+            dirty = await self._watcher.wait()
+            if self._watcher.disconnected:
+                return
+            for slot, delta in self._advance(dirty):
+                slot.parts.append(delta.text)
+            if self._failure is not None:
+                raise ApiError(self._failure)
+        body = self._renderer.whole(list(self._slots.values()), self._usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    # --- stream ---
+
+    async def _stream(self, send: Send) -> None:
+        renderer = self._renderer
+        while self._open:
+            dirty = await self._watcher.wait()
+            if self._watcher.disconnected:
+                return
+            chunks: list[bytes] = []
+            for slot, delta in self._advance(dirty):
+                if not slot.began:
+                    slot.began = True
+                    chunks.append(renderer.open(slot))
+                chunks.append(renderer.chunk(slot, delta.text, delta.start, delta.stop))
+            if self._failure is not None:
+                if not self._started:
+                    raise ApiError(self._failure)
+                chunks.append(error_events(error_body(self._failure, self._gateway.settings.error_code_style)))
+                await self._send(send, chunks, last=True)
+                return
+            if self._open:
+                if self._first_event_s:
+                    await self._send(send, chunks)
+                continue
+            if self._presentation.include_usage:
+                chunks.append(renderer.usage_chunk(self._usage()))
+            chunks.append(DONE)
+            await self._send(send, chunks, last=True)
+
+    async def _send(self, send: Send, chunks: list[bytes], *, last: bool = False) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        body = b"".join(chunks)
+        if body or last:
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    # --- both ---
+
+    def _advance(self, dirty: dict[tuple[int, int], ChoiceFold]) -> list[tuple[Slot, Delta]]:
+        """Bring the views of changed choices up to date; returns those with something new to say.
+
+        A choice that has failed fails the answer: it shows in ``_failure``.
+        """
+        now_s = time.monotonic()
+        news = []
+        for key, choice in dirty.items():
+            slot = self._slots[key]
+            view = slot.view
+            if view.finish_reason is not None:
+                continue
+            slot.fold = choice
+            delta = view.advance(choice)
+            count = delta.stop - delta.start
+            if not count and view.finish_reason is None:
+                continue
+            if key[0] not in self._began:
+                self._begin(slot, now_s)
+            if count:
+                self._metrics.tokens_came(view, count, self._arrival_s, now_s)
+            if view.finish_reason is not None:
+                self._end(slot, choice, now_s)
+            if view.problem is None:
+                news.append((slot, delta))
+        return news
+
+    def _begin(self, slot: Slot, now_s: float) -> None:
+        self._began.add(slot.record.id.serial)
+        if slot.view.problem is None:
+            self._metrics.request_began(slot.record)
+        if not self._first_event_s:
+            self._first_event_s = now_s
+            if self._span is not None:
+                self._stream_span = self._gateway.tracing.child("detokenize/stream", self._span)
+
+    def _end(self, slot: Slot, choice: ChoiceFold, now_s: float) -> None:
+        self._open -= 1
+        record = slot.record
+        self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
+        if slot.view.stopped_by_string and not choice.end:
+            self._gateway.reader.abort(AbortRecord(record.id, slot.choice, reason="stop_string"))
+        self._open_by_serial[record.id.serial] -= 1
+        if not self._open_by_serial[record.id.serial]:
+            self._metrics.request_ended(record, self._views(record.id.serial))
+        if slot.view.problem is not None:
+            self._failure = slot.view.problem
+
+    def _leave(self, reason: str) -> None:
+        """Let go of the log; choices still open are aborted and counted as such."""
+        if self._open:
+            now_s = time.monotonic()
+            for slot in self._slots.values():
+                if slot.view.finish_reason is None:
+                    self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
+            for record in self._records:
+                if self._open_by_serial[record.id.serial]:
+                    self._metrics.request_ended(record, self._views(record.id.serial))
+        self._gateway.reader.part(self._watcher, abort=reason if self._open else "")
+        if self._stream_span is not None:
+            self._stream_span.end()
+        if self._span is not None:
+            describe_answer(self._span, self._description())
+
+    def _views(self, serial: int) -> list[ChoiceView]:
+        return [slot.view for (own, _), slot in self._slots.items() if own == serial]
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(record.prompt) for record in self._records)
+        return usage_of(prompt, sum(shown_tokens(self._presentation, slot) for slot in self._slots.values()))
+
+    def _description(self) -> dict[str, Any]:
+        now_s = time.monotonic()
+        slots = list(self._slots.values())
+        return {
+            "id": self.id,
+            "kind": self._presentation.kind,
+            "model": self._presentation.model,
+            "sampling": self._records[0].sampling,
+            "n": self._records[0].n,
+            "usage": self._usage(),
+            "finish_reasons": [slot.view.finish_reason or "abort" for slot in slots],
+            "first_token_s": max(0.0, self._first_event_s - self._arrival_s) if self._first_event_s else None,
+            "e2e_s": now_s - self._arrival_s,
+        }

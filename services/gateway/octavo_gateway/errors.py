@@ -1,0 +1,75 @@
+"""Errors that become HTTP answers in OpenAI's shape. Texts and statuses are vLLM's (see docs/api.md)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+
+from octavo_shared.records import Problem
+
+CodeStyle = Literal["openai", "vllm"]
+
+
+class ApiError(Exception):
+    """A request cannot be served; carries the whole answer."""
+
+    def __init__(self, problem: Problem, headers: dict[str, str] | None = None) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+        self.headers = headers or {}
+
+
+def bad_request(message: str, param: str = "", code: str = "") -> ApiError:
+    """400 with vLLM's type."""
+    return ApiError(Problem(message, 400, "BadRequestError", code, param))
+
+
+def not_supported(what: str, param: str) -> ApiError:
+    """400 for a parameter that is known but does nothing here yet."""
+    return bad_request(f"{what} is not supported yet.", param)
+
+
+def model_not_found(name: str) -> ApiError:
+    """404 for a model this gateway does not serve."""
+    return ApiError(Problem(f"The model `{name}` does not exist.", 404, "NotFoundError", "model_not_found", "model"))
+
+
+def unavailable(reason: str, retry_after_s: int = 1) -> ApiError:
+    """503 for now, with a hint when to come back."""
+    problem = Problem(reason, 503, "ServiceUnavailableError", "service_unavailable")
+    return ApiError(problem, {"Retry-After": str(retry_after_s)})
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """413 for a body beyond the limit."""
+    message = f"The request body is larger than the limit of {limit_bytes} bytes."
+    return ApiError(Problem(message, 413, "RequestEntityTooLargeError", "request_too_large"))
+
+
+def error_body(problem: Problem, style: CodeStyle) -> dict[str, Any]:
+    """The JSON body of a problem."""
+    return {
+        "error": {
+            "message": problem.message,
+            "type": problem.type or "InternalServerError",
+            "param": problem.param or None,
+            "code": problem.status if style == "vllm" else problem.code or None,
+        }
+    }
+
+
+def render_error(problem: Problem, style: CodeStyle) -> bytes:
+    """The JSON body of a problem, as bytes."""
+    return orjson.dumps(error_body(problem, style))
+
+
+def context_overflow(limit: int, output: int, prompt: int, *, at_least: bool = False) -> ApiError:
+    """400: prompt and output together are longer than the model allows (all counts in tokens)."""
+    about = "at least " if at_least else ""
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, you requested {output} output tokens and your "
+        f"prompt contains {about}{prompt} input tokens, for a total of {about}{prompt + output} tokens. Please reduce the "
+        f"length of the input prompt or the number of requested output tokens. (parameter=input_tokens, value={prompt})"
+    )
+    return bad_request(message, "input_tokens", "context_length_exceeded")

@@ -1,0 +1,77 @@
+"""The gateway as a whole: its parts, their background tasks, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from octavo_gateway.admission import Admission
+from octavo_gateway.limits import LimitsWatch
+from octavo_gateway.log_reader import LogReader
+from octavo_gateway.metrics import GatewayMetrics
+from octavo_gateway.model_assets import ModelAssets
+from octavo_gateway.tracing import GatewayTracing
+from octavo_shared.settings import GatewaySettings
+from octavo_shared.streams import Streams
+
+# Tokenising is short and releases the interpreter lock; the cores belong to the forward pass.
+WORKER_THREADS = 2
+LONGEST_TOKENS_BUCKET = 1_000_000
+LEAVE_GRACE_S = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """Owner of everything that lives as long as the process."""
+
+    def __init__(self, settings: GatewaySettings, assets: ModelAssets) -> None:
+        self.settings = settings
+        self.assets = assets
+        self.model_name = settings.model_name
+        self.model_names = frozenset(settings.served_model_name or [settings.model_name])
+        self.metrics = GatewayMetrics(self.model_name, LONGEST_TOKENS_BUCKET)
+        # Parsing, templates and tokenising of anything that is not tiny happen here, never on the event loop.
+        self.workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="prepare")
+        self.streams = Streams.connect(settings.redis_url, self.model_name)
+        self.limits = LimitsWatch(self.streams)
+        self.reader = LogReader(self.streams, settings.gateway_lease_s)
+        self.admission = Admission(self.streams, self.limits, self.reader, settings.seed)
+        self.tracing = GatewayTracing(settings.otlp_traces_endpoint, self.reader.incarnation)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start the background tasks. Redis need not be there yet."""
+        await self.limits.refresh()
+        for name, work in (
+            ("limits", self.limits.run()),
+            ("log", self.reader.run()),
+            ("aborts", self.reader.run_aborts()),
+            ("lease", self.reader.run_lease()),
+        ):
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(_log_crash)
+            self._tasks.append(task)
+
+    async def stop(self) -> None:
+        """End what lives, leave Redis clean, stop."""
+        aborts = [task for task in self._tasks if task.get_name() == "aborts"]
+        others = [task for task in self._tasks if task.get_name() != "aborts"]
+        await _cancel(others)
+        await self.reader.leave(LEAVE_GRACE_S)
+        await _cancel(aborts)
+        await self.streams.close()
+        self.workers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.tracing.shutdown)
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("background task %s failed", task.get_name(), exc_info=error)

@@ -1,0 +1,193 @@
+"""The gateway's own log: read once for all requests, folded, and trimmed (rules L1, L4, L5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from redis.exceptions import RedisError
+
+from octavo_gateway.watcher import Watcher
+from octavo_shared.entries import encode_snapshot
+from octavo_shared.fold import LogFold
+from octavo_shared.ids import RequestId, mint_incarnation
+from octavo_shared.records import AbortRecord, EndReason
+from octavo_shared.streams import LogPage, Streams
+
+BLOCK_MS = 1000
+RETRY_S = 0.2
+# Under load the log is trimmed after this many pages; when nothing has come for BLOCK_MS, at once.
+TRIM_PAGES = 1000
+
+logger = logging.getLogger(__name__)
+
+
+class LogReader:
+    """The owner of one gateway incarnation's log, its serials, its fold and its lease."""
+
+    def __init__(self, streams: Streams, lease_s: float) -> None:
+        self.incarnation = mint_incarnation()
+        self._streams = streams
+        self._lease_s = lease_s
+        self._fold = LogFold()
+        self._after = "0-0"
+        self._next_serial = 1
+        # Requests somebody waits for; requests nobody waits for but that may not be acknowledged yet.
+        self._watchers: dict[int, Watcher] = {}
+        self._parted: set[int] = set()
+        self._choices: dict[int, int] = {}
+        self._pages_since_trim = 0
+        self._aborts: asyncio.Queue[AbortRecord] = asyncio.Queue()
+        self.malformed_entries = 0
+
+    # --- requests ---
+
+    def watch(self, prompts: int, n: int) -> Watcher:
+        """Number ``prompts`` new requests of ``n`` choices each and listen for them."""
+        serials = range(self._next_serial, self._next_serial + prompts)
+        self._next_serial += prompts
+        watcher = Watcher(tuple(RequestId(self.incarnation, serial) for serial in serials))
+        for serial in serials:
+            self._watchers[serial] = watcher
+            self._choices[serial] = n
+        return watcher
+
+    def part(self, watcher: Watcher, *, abort: str = "") -> None:
+        """Nobody waits for these requests any more; with ``abort`` whatever has not ended is to end, for that reason."""
+        for request_id in watcher.ids:
+            if self._watchers.pop(request_id.serial, None) is None:
+                continue
+            self._parted.add(request_id.serial)
+            if abort and not self._ended(request_id.serial):
+                self.abort(AbortRecord(request_id, reason=abort))
+
+    def abort(self, record: AbortRecord) -> None:
+        """Append an abort, in the background and in order."""
+        self._aborts.put_nowait(record)
+
+    def abort_everything(self, reason: str) -> None:
+        """End every request that somebody still waits for."""
+        for serial in self._watchers:
+            if not self._ended(serial):
+                self.abort(AbortRecord(RequestId(self.incarnation, serial), reason=reason))
+
+    @property
+    def live(self) -> int:
+        """Requests somebody waits for."""
+        return len(self._watchers)
+
+    def _ended(self, serial: int) -> bool:
+        return all(
+            self._fold.get(serial, index).end is not EndReason.NONE for index in range(self._choices.get(serial, 0))
+        )
+
+    # --- background work ---
+
+    async def run(self) -> None:
+        """Read, fold, wake and trim until cancelled."""
+        failing = False
+        while True:
+            try:
+                page = await self._streams.read_log(self.incarnation, self._after, block_ms=BLOCK_MS)
+                self._take(page)
+                await self._trim_if_due(quiet=not page.events)
+                failing = False
+            except (RedisError, OSError) as error:
+                if not failing:
+                    logger.warning("the log cannot be read, trying again: %r", error)
+                failing = True
+                await asyncio.sleep(RETRY_S)
+
+    async def run_aborts(self) -> None:
+        """Append aborts as they come, each until it is appended."""
+        while True:
+            record = await self._aborts.get()
+            while True:
+                try:
+                    await self._streams.append_abort(record)
+                    break
+                except (RedisError, OSError) as error:
+                    logger.warning("an abort cannot be appended, trying again: %r", error)
+                    await asyncio.sleep(RETRY_S)
+            self._aborts.task_done()
+
+    async def run_lease(self) -> None:
+        """Keep the gateway's lease, so that the scheduler knows that somebody reads this log."""
+        key = self._streams.keys.gateway(self.incarnation)
+        while True:
+            try:
+                if not await self._streams.renew_lease(key, self.incarnation, self._lease_s):
+                    await self._streams.take_lease(key, self.incarnation, self._lease_s)
+            except (RedisError, OSError) as error:
+                logger.warning("the lease cannot be renewed: %r", error)
+            await asyncio.sleep(self._lease_s / 3)
+
+    def _take(self, page: LogPage) -> None:
+        fold, watchers = self._fold, self._watchers
+        for event in page.events:
+            serial = event.serial
+            watcher = watchers.get(serial)
+            if watcher is None and serial not in self._parted:
+                # Of a request that has been acknowledged and forgotten.
+                continue
+            choice = fold.apply(event)
+            if choice is not None and watcher is not None:
+                watcher.changed(serial, event.choice, choice)
+        if page.malformed:
+            self.malformed_entries += page.malformed
+            logger.error("%d entries of the log could not be read", page.malformed)
+        if page.last_id != self._after:
+            self._pages_since_trim += 1
+        self._after = page.last_id
+
+    # --- trimming ---
+
+    async def _trim_if_due(self, *, quiet: bool) -> None:
+        if self._parted and quiet:
+            await self._forget_acknowledged()
+        if self._pages_since_trim >= TRIM_PAGES or (quiet and self._pages_since_trim):
+            await self.trim()
+
+    async def _forget_acknowledged(self) -> None:
+        parted = [RequestId(self.incarnation, serial) for serial in self._parted]
+        for request_id, unfinished in zip(parted, await self._streams.unfinished(parted), strict=True):
+            if not unfinished:
+                self._parted.discard(request_id.serial)
+                self._choices.pop(request_id.serial, None)
+                self._fold.forget(request_id.serial)
+
+    async def trim(self) -> bool:
+        """Put a snapshot of what may still be needed in place of the log so far; False when it has grown meanwhile."""
+        await self._forget_acknowledged()
+        states = [choice.snapshot(serial, index) for (serial, index), choice in self._fold.choices.items()]
+        snapshot = encode_snapshot(states) if states else b""
+        trimmed = await self._streams.trim_log(self.incarnation, self._after, snapshot)
+        if trimmed:
+            self._pages_since_trim = 0
+        return trimmed
+
+    # --- the end ---
+
+    async def leave(self, grace_s: float) -> bool:
+        """End what lives and take the log away once all of it is acknowledged; False if that did not happen in time.
+
+        A log that has to stay is the scheduler's to clean up, which it does once the lease is gone.
+        """
+        for watcher in set(self._watchers.values()):
+            self.part(watcher, abort="shutdown")
+        deadline = time.monotonic() + grace_s
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._aborts.join()
+            while self._parted and time.monotonic() < deadline:
+                await self._forget_acknowledged()
+                if self._parted:
+                    await asyncio.sleep(0.05)
+            if not self._parted:
+                await self._streams.delete_log(self.incarnation)
+            await self._streams.release_lease(self._streams.keys.gateway(self.incarnation), self.incarnation)
+        except (RedisError, OSError, TimeoutError) as error:
+            logger.warning("could not take leave of Redis: %r", error)
+            return False
+        return not self._parted

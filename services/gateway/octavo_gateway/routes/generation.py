@@ -1,0 +1,126 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from opentelemetry.trace import Span
+
+from octavo_gateway.admission import Order
+from octavo_gateway.answer import Answer
+from octavo_gateway.body import in_worker, parse_body
+from octavo_gateway.errors import model_not_found
+from octavo_gateway.gateway import Gateway
+from octavo_gateway.prompts import Bounds, chat_ids, completion_prompts, echo_texts
+from octavo_gateway.routes.openapi import documented
+from octavo_gateway.sampling import Draft, draft_chat, draft_completion
+from octavo_gateway.schema.requests import ChatCompletionRequest, CompletionRequest, GenerationBody
+from octavo_gateway.schema.responses import ChatCompletion, Completion
+from octavo_gateway.slot import Kind, Presentation
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", **documented(CompletionRequest, Completion, stream=True))
+async def completions(request: Request) -> Answer:
+    """Continue a prompt, or each of several."""
+    arrival_s = time.monotonic()
+    gateway: Gateway = request.app.state.gateway
+    body = await parse_body(request, gateway, CompletionRequest)
+    check_model(gateway, body.model)
+    draft = draft_completion(body, gateway.settings, gateway.assets.defaults)
+    presentation = _presentation(
+        gateway, request, body, "text_completion", echo=bool(body.echo), prompt_only=draft.prompt_only
+    )
+    prompts = await in_worker(
+        gateway, completion_prompts, body, gateway.assets, _bounds(gateway, draft), gateway.settings.max_num_prompts
+    )
+    texts = [""] * len(prompts)
+    if body.echo:
+        texts = await in_worker(gateway, echo_texts, body, gateway.assets, prompts)
+    return await _submit(gateway, request, body, draft, presentation, prompts, texts, arrival_s)
+
+
+@router.post("/v1/chat/completions", **documented(ChatCompletionRequest, ChatCompletion, stream=True))
+async def chat_completions(request: Request) -> Answer:
+    """Answer a conversation."""
+    arrival_s = time.monotonic()
+    gateway: Gateway = request.app.state.gateway
+    body = await parse_body(request, gateway, ChatCompletionRequest)
+    check_model(gateway, body.model)
+    draft = draft_chat(body, gateway.settings, gateway.assets.defaults)
+    role = gateway.settings.response_role
+    if body.add_generation_prompt is False and body.messages:
+        role = body.messages[-1].role
+    presentation = _presentation(gateway, request, body, "chat", role=role)
+    prompt = await in_worker(gateway, chat_ids, body, gateway.assets, _bounds(gateway, draft))
+    text = _echoed(body, role) if body.echo else ""
+    return await _submit(gateway, request, body, draft, presentation, [prompt], [text], arrival_s)
+
+
+def check_model(gateway: Gateway, name: str | None) -> None:
+    """Raises 404 unless the model is served here (no name means the only one)."""
+    if name and name not in gateway.model_names:
+        raise model_not_found(name)
+
+
+def _bounds(gateway: Gateway, draft: Draft) -> Bounds:
+    return Bounds(gateway.limits.require().max_model_len, draft.max_tokens or 1)
+
+
+def _echoed(body: ChatCompletionRequest, role: str) -> str:
+    last = body.messages[-1]
+    return last.content if last.role == role and isinstance(last.content, str) else ""
+
+
+def _presentation(gateway: Gateway, request: Request, body: GenerationBody, kind: Kind, **others: Any) -> Presentation:
+    options = body.stream_options
+    usage = bool(body.stream) and (
+        gateway.settings.enable_force_include_usage or (options is not None and options.include_usage is not False)
+    )
+    as_ids = body.return_tokens_as_token_ids
+    return Presentation(
+        kind=kind,
+        model=body.model or gateway.model_name,
+        created_s=int(time.time()),
+        stream=bool(body.stream),
+        include_usage=usage,
+        continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        tokens_as_ids=gateway.settings.return_tokens_as_token_ids if as_ids is None else as_ids,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        resumable=request.headers.get("x-octavo-resumable") == "1",
+        **others,
+    )
+
+
+async def _submit(
+    gateway: Gateway,
+    request: Request,
+    body: GenerationBody,
+    draft: Draft,
+    presentation: Presentation,
+    prompts: list[list[int]],
+    texts: list[str],
+    arrival_s: float,
+) -> Answer:
+    samplings = gateway.admission.check(prompts, draft)
+    span: Span | None = request.scope.get("octavo.span")
+    if span is not None:
+        traceparent, tracestate = gateway.tracing.headers_of(span)
+    else:
+        traceparent, tracestate = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+    order = Order(
+        draft=draft,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        traceparent=traceparent,
+        tracestate=tracestate,
+        presentation=orjson.dumps(presentation),
+    )
+    submission = await gateway.admission.submit(prompts, samplings, order)
+    return Answer(gateway, submission, presentation, arrival_s=arrival_s, echo_texts=texts, span=span)

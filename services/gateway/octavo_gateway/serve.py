@@ -1,0 +1,84 @@
+"""Running the gateway as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from octavo_gateway.app import create_app
+from octavo_gateway.gateway import Gateway
+from octavo_shared.settings import GatewaySettings
+from octavo_shared.telemetry import setup_logging
+
+# How long streams may take to hear of their end when the process is told to stop.
+SHUTDOWN_S = 3
+
+logger = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that ends what lives before it waits for connections to finish."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        app = create_app(settings)
+        self.gateway: Gateway = app.state.gateway
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+
+    @property
+    def port(self) -> int:
+        """The port listened on; only once started."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to ``run``: a stop that was asked for is no failure."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host = self.config.host
+            logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, self.port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.gateway.reader.abort_everything("shutdown")
+        await super().shutdown(sockets)
+
+
+def run(settings: GatewaySettings) -> None:
+    """Serve until SIGINT or SIGTERM; returns after a clean stop.
+
+    Raises:
+        SettingError: the model's folder cannot be used.
+    """
+    setup_logging("gateway", settings.log_level)
+    server = Server(settings)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+        await server.serve()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

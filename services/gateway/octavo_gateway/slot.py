@@ -1,0 +1,74 @@
+"""One choice of an answer on its way to the client, and how the answer as a whole is to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo_gateway.choice_view import ChoiceView
+from octavo_gateway.logprobs import Entry
+from octavo_shared.fold import ChoiceFold
+from octavo_shared.records import RequestRecord
+
+Kind = Literal["text_completion", "chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Presentation:
+    """How an answer is rendered. ``created_s`` is Unix time."""
+
+    kind: Kind
+    model: str
+    created_s: int
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    skip_special_tokens: bool = True
+    tokens_as_ids: bool = False
+    # Send the prompt in front of the output; its log-probabilities too, where those of the output are wanted.
+    echo: bool = False
+    # The answer is the prompt alone.
+    prompt_only: bool = False
+    # Show prompt_logprobs as a field of their own.
+    prompt_logprobs: bool = False
+    role: str = "assistant"
+    # Say in "id:" lines how far each choice has come.
+    resumable: bool = False
+
+
+class Slot:
+    """A choice's place in the answer: what has been said of it and the state needed to say more."""
+
+    __slots__ = ("began", "choice", "echo_text", "fold", "head", "index", "logprobs", "parts", "record", "view")
+
+    def __init__(self, record: RequestRecord, choice: int, index: int, view: ChoiceView, echo_text: str) -> None:
+        self.record = record
+        # Number within the request, and within the answer.
+        self.choice = choice
+        self.index = index
+        self.view = view
+        self.echo_text = echo_text
+        self.fold: ChoiceFold | None = None
+        # Whether something has been sent of it (streams), or what there is to send (others).
+        self.began = False
+        self.parts: list[str] = []
+        # The renderer's own: rendered beginnings of chunks, running text offsets.
+        self.head = b""
+        self.logprobs: object = None
+
+    def entries(self, start: int, stop: int) -> list[Entry]:
+        """Output tokens ``start`` … ``stop - 1`` with their log-probabilities."""
+        assert self.fold is not None
+        known = self.fold.logprobs
+        return [
+            (self.fold.tokens[at], known[at] if at < len(known) else None)
+            for at in range(start, min(stop, len(self.fold.tokens)))
+        ]
+
+    def prompt_entries(self) -> Iterator[Entry]:
+        """Prompt tokens with their log-probabilities; the first has none."""
+        assert self.fold is not None
+        known = self.fold.prompt_logprobs or ()
+        for at, token in enumerate(self.record.prompt.tolist()):
+            yield token, known[at - 1] if 0 < at <= len(known) else None
