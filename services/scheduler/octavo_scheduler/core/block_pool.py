@@ -127,11 +127,13 @@ class BlockPool:
             self._free.push_back(block)
 
     def reset_cache(self) -> bool:
-        """Forget all content; False (and nothing happens) while any block is referenced."""
+        """Forget all content, also what plans in flight will have computed; False (and no change) while any block is held."""
         if self.num_used:
             return False
         for block in list(self._by_hash.values()):
             self._forget(block)
+        # Plans still in flight may fill blocks that were let go meanwhile: what they hold is of the old days too.
+        self.generation += 1
         return True
 
     def _forget(self, block: int) -> None:

@@ -46,6 +46,8 @@ class Scheduler:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
             raise ValueError("without chunked prefill max_num_batched_tokens must be at least max_model_len")
+        if not config.enable_chunked_prefill and config.long_prefill_token_threshold:
+            raise ValueError("long_prefill_token_threshold cuts prompts into chunks, so it needs chunked prefill")
         self.config = config
         self.term = term
         self.epoch = epoch
@@ -69,14 +71,16 @@ class Scheduler:
         """Let the choices of one request wait.
 
         Raises:
-            NeverFitsError: the prompt leaves no room for an output, or the whole pool is too small.
+            NeverFitsError: one of them has no room for another output, or the whole pool is too small for it; none is
+                taken.
         """
         config = self.config
         first = sequences[0]
-        if len(first.tokens) >= config.max_model_len:
-            raise NeverFitsError(f"{len(first.tokens)} tokens leave no room within {config.max_model_len}")
-        if -(-(first.max_total_tokens - 1) // config.block_size) > config.num_blocks:
-            raise NeverFitsError(f"{first.max_total_tokens} tokens do not fit into the whole KV cache")
+        for sequence in sequences:
+            if len(sequence.tokens) >= sequence.max_total_tokens:
+                raise NeverFitsError(f"{len(sequence.tokens)} tokens leave no room within {sequence.max_total_tokens}")
+            if -(-(sequence.max_total_tokens - 1) // config.block_size) > config.num_blocks:
+                raise NeverFitsError(f"{sequence.max_total_tokens} tokens do not fit into the whole KV cache")
         root = self._root(first)
         shares = config.enable_prefix_caching and first.reads_cache and first.output_start > config.block_size
         for sequence in sequences:
@@ -155,12 +159,18 @@ class Scheduler:
         """Take the result of the oldest unacknowledged plan in.
 
         Raises:
-            OutOfStepError: it answers another plan, or not every sample; nothing was taken in.
+            OutOfStepError: it answers another plan, reports a failed step (the epoch is over then), or its columns do
+                not answer every sample once; nothing was taken in.
         """
         if not self._sent or (result.term, result.epoch, result.step) != (self.term, self.epoch, self._sent[0].step):
             raise OutOfStepError(f"result of step {result.step} is not the one awaited")
-        if len(result.sample_counts) != len(self._sent[0].sampled):
+        if result.failed:
+            raise OutOfStepError(f"step {result.step} failed: {result.message}")
+        counts, ends = result.sample_counts, result.ends
+        if not len(counts) == len(ends) == len(self._sent[0].sampled) or int(counts.sum()) != len(result.tokens):
             raise OutOfStepError(f"result of step {result.step} does not answer every sample")
+        if len(counts) and (counts.min() < 0 or counts.max() > 1 or ends.max() > _LAST_END):
+            raise OutOfStepError(f"result of step {result.step} has impossible counts or ends")
         plan = self._sent.popleft()
         present = self.table.uid[plan.slots] == plan.uids
         self.table.in_flight[plan.slots[present]] -= 1
@@ -453,3 +463,4 @@ class Scheduler:
 
 
 _NONE: Int32Array = np.empty(0, np.int32)
+_LAST_END = max(EndReason)
