@@ -18,6 +18,7 @@ from typing import Any
 
 import redis.asyncio
 from redis.exceptions import ResponseError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from octavo_shared.entries import MalformedEntryError, decode_abort, decode_entry, encode_abort, encode_request
 from octavo_shared.fold import LogEvent
@@ -132,7 +133,9 @@ class Streams:
     @classmethod
     def connect(cls, url: str, model: str) -> Streams:
         """A client of its own for ``url``; nothing is sent yet."""
-        client = redis.asyncio.Redis.from_url(url, socket_keepalive=True, health_check_interval=0)
+        # The handshake for maintenance notifications (a hosted-Redis feature) swallows cancellations.
+        quiet = MaintNotificationsConfig(enabled=False)
+        client = redis.asyncio.Redis.from_url(url, socket_keepalive=True, maint_notifications_config=quiet)
         return cls(client, model)
 
     async def close(self) -> None:

