@@ -12,7 +12,15 @@ import gguf
 import numpy as np
 import pytest
 
+from octavo.models import resolve_model
+
 _LAYERS, _HIDDEN, _FFN, _HEADS, _KV_HEADS = 2, 64, 96, 4, 2
+
+
+@pytest.fixture(scope="session")
+def default_folder() -> Path:
+    """The default model's folder in the developer's own OCTAVO_HOME (of session scope: made before `home` applies)."""
+    return resolve_model(None).path
 
 
 @pytest.fixture

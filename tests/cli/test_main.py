@@ -80,7 +80,16 @@ def test_flag_wins_over_environment_wins_over_default(monkeypatch: pytest.Monkey
 
 def test_a_service_reads_back_what_was_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = _flags(
-        *["--max_num_batched_tokens", "4k", "--no-enable-prefix-caching", "--served-model-name", "a", "b", "--api-key", "k1,k2"],
+        *[
+            "--max_num_batched_tokens",
+            "4k",
+            "--no-enable-prefix-caching",
+            "--served-model-name",
+            "a",
+            "b",
+            "--api-key",
+            "k1,k2",
+        ],
         *["--gpu-memory-utilization=0.5", "--dtype", "bfloat16", "--scheduling-policy", "priority"],
     )
     for name, value in environment_of(flags).items():

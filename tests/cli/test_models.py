@@ -30,11 +30,6 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def default_folder() -> Path:
-    return resolve_model(None).path
-
-
-@pytest.fixture(scope="session")
 def default_tokenizer(default_folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(default_folder / "tokenizer.json"))
 

@@ -1,0 +1,58 @@
+# `make serve` on a machine with Python 3.11, gcc and make is all it takes; `make help` lists the rest.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# MODEL=folder, hub id or .gguf file (empty: the built-in default); ARGS='--port 9000 ...' adds flags of `octavo serve`.
+MODEL ?=
+ARGS ?=
+PYTEST_ARGS ?=
+PROTO := shared/octavo_shared/proto
+
+.DEFAULT_GOAL := help
+.PHONY: help install model serve test lint format bench proto clean distclean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-10s %s\n", $$1, $$2}'
+
+# One recipe so that a half-made environment is made again: the stamp comes last.
+$(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
+	@tools/make_venv.sh $(PYTHON)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP) ## Make .venv with everything pinned
+
+model: $(STAMP) ## Fetch and convert the default model (once)
+	@$(BIN)/octavo pull $(MODEL) >/dev/null
+
+serve: $(STAMP) ## Serve MODEL (default: SmolLM2-135M-Instruct) on http://127.0.0.1:8000
+	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
+
+lint: $(STAMP) ## Style, types and the import rules between rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Rewrite the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint model ## Lint, then every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: model ## Serve the model and measure it at concurrency 1, 8 and 32; figures go to bench/results/
+	$(BIN)/python bench/serving.py $(MODEL)
+
+proto: $(STAMP) ## Generate the wire contract's code anew
+	$(BIN)/python -m grpc_tools.protoc -I shared --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	  --python_out=shared --mypy_out=quiet:shared $(wildcard $(PROTO)/*.proto)
+	$(BIN)/python -m grpc_tools.protoc -I shared --grpc_python_out=shared $(PROTO)/executor.proto
+
+clean: ## Remove caches and build output (not .venv, not converted models)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/results
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## ... and .venv
+	rm -rf .venv

@@ -1,0 +1,85 @@
+"""Serve a model and measure it: 128 random tokens in, 64 out, at concurrency 1, 8 and 32.
+
+    python bench/serving.py [MODEL] [-- flags of octavo serve]
+
+Server and client share this machine, as they do on a laptop; the client's own share of the processor is
+part of its report. Every run's figures go to bench/results/serving-c<concurrency>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+# Concurrency and how many requests make a run of about half a minute on two cores.
+RUNS = ((1, 16), (8, 64), (32, 160))
+COLUMNS = (
+    ("output tok/s", "output_throughput", 1),
+    ("req/s", "request_throughput", 2),
+    ("TTFT p50 ms", "p50_ttft_ms", 1),
+    ("TTFT p99 ms", "p99_ttft_ms", 1),
+    ("ITL p50 ms", "p50_itl_ms", 1),
+    ("ITL p99 ms", "p99_itl_ms", 1),
+    ("E2E p50 ms", "p50_e2el_ms", 0),
+    ("E2E p99 ms", "p99_e2el_ms", 0),
+)
+
+
+@contextmanager
+def server(model: list[str], flags: list[str]) -> Iterator[str]:
+    """A running `octavo serve`; its base URL."""
+    command = [sys.executable, "-m", "octavo", "serve", *model, "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"is ready: .* on (http://\S+) ", line):
+                yield found[1]
+                return
+        raise SystemExit("the server did not start")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def measure(url: str, concurrency: int, prompts: int, input_tokens: int, output_tokens: int) -> dict[str, float]:
+    """One run of `octavo bench serve`; its figures."""
+    name = f"serving-c{concurrency}.json"
+    command = [sys.executable, "-m", "octavo", "bench", "serve", "--base-url", url, "--dataset-name", "random"]
+    command += ["--random-input-len", str(input_tokens), "--random-output-len", str(output_tokens), "--ignore-eos"]
+    command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--num-warmups", "2"]
+    # Each run has prompts of its own: the prefix cache must not know them from the run before.
+    command += ["--seed", str(concurrency), "--save-result", "--result-dir", str(RESULTS), "--result-filename", name]
+    subprocess.run(command, check=True)
+    figures: dict[str, float] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("model", nargs="*", help="MODEL of octavo serve, then `--` and its flags")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:split])
+    rows = []
+    with server(args.model, words[split + 1 :]) as url:
+        for concurrency, prompts in RUNS:
+            rows.append((concurrency, measure(url, concurrency, prompts, args.input_len, args.output_len)))
+    print("\n| concurrency | " + " | ".join(title for title, _, _ in COLUMNS) + " |")
+    print("|---" * (len(COLUMNS) + 1) + "|")
+    for concurrency, figures in rows:
+        print(f"| {concurrency} | " + " | ".join(f"{figures[key]:.{digits}f}" for _, key, digits in COLUMNS) + " |")
+
+
+if __name__ == "__main__":
+    main()
