@@ -1,0 +1,189 @@
+"""An executor's life: read the model, size the pool, attach, step, and leave nothing unsaid."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, plan_num_blocks
+from octavo_executor.model import Transformer
+from octavo_executor.outbox import Outbox
+from octavo_executor.runner import Runner
+from octavo_executor.session import RefusedError, Session
+from octavo_executor.spec import ModelError, ModelSpec, model_fingerprint, read_spec
+from octavo_executor.step_loop import StepLoop
+from octavo_executor.weights import choose_dtypes, load_weights
+from octavo_kernels import choose_kernels
+from octavo_shared.ids import mint_incarnation
+from octavo_shared.plan import ExecutorInfo
+from octavo_shared.settings import ExecutorSettings, SettingError
+from octavo_shared.telemetry import setup_logging
+from octavo_shared.wire import Logged
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+FLUSH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to step, and how it introduces itself."""
+
+    runner: Runner
+    info: ExecutorInfo
+
+
+def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
+    """Read weights, make the KV cache, and put the runner together.
+
+    Raises:
+        SettingError: a setting does not suit the model or the machine.
+        ModelError: the folder is not a model that can be served.
+    """
+    if settings.device == "cuda":
+        raise SettingError("--device cuda: this build computes on the CPU")
+    torch.set_num_threads(settings.num_threads or torch.get_num_threads())
+    folder = Path(settings.model)
+    spec = read_spec(folder)
+    block_size = settings.block_size or DEFAULT_BLOCK_SIZE
+    kernels = choose_kernels(head_dim=spec.head_dim, block_size=block_size, threads=settings.num_threads)
+    dtypes = choose_dtypes(settings.dtype, spec.checkpoint_dtype, kernels)
+    max_num_seqs = settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    max_tokens = max(settings.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+    page_bytes = block_bytes(spec, block_size, dtypes.kv)
+    max_model_len = _max_model_len(settings, spec)
+    weights = load_weights(folder, spec, kernels, dtypes, _Progress())
+    num_blocks, max_model_len = _pool(settings, page_bytes, block_size, max_model_len, max_num_seqs)
+    cache = KvCache(spec, num_blocks, block_size, dtypes.kv)
+    transformer = Transformer(
+        spec,
+        weights,
+        kernels,
+        cache,
+        dtypes,
+        max_model_len=max_model_len,
+        max_tokens=max_tokens,
+        max_seqs=max_num_seqs,
+        max_logits=max_num_seqs,
+    )
+    runner = Runner(transformer, kernels, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    info = ExecutorInfo(
+        name=settings.executor_name,
+        incarnation=incarnation,
+        model=settings.model_name,
+        fingerprint=model_fingerprint(folder, str(dtypes.kv)),
+        num_device_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        vocab_size=spec.vocab_size,
+        kv_dtype=str(dtypes.kv).removeprefix("torch."),
+        block_bytes=page_bytes,
+    )
+    return LoadedModel(runner, info)
+
+
+def _max_model_len(settings: ExecutorSettings, spec: ModelSpec) -> int:
+    if settings.max_model_len is None:
+        return spec.max_positions
+    if settings.max_model_len > spec.max_positions:
+        raise SettingError(
+            f"--max-model-len {settings.max_model_len} is more than the {spec.max_positions} positions the model knows"
+        )
+    return settings.max_model_len
+
+
+def _pool(
+    settings: ExecutorSettings, page_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int
+) -> tuple[int, int]:
+    """(number of blocks, model length). A length nobody asked for shrinks to what the pool holds."""
+
+    def blocks_for(length: int) -> int:
+        return plan_num_blocks(
+            PoolRequest(
+                block_bytes=page_bytes,
+                block_size=block_size,
+                max_model_len=length,
+                max_num_seqs=max_num_seqs,
+                available_bytes=psutil.virtual_memory().available,
+                num_blocks=settings.num_gpu_blocks_override,
+                memory_bytes=settings.kv_cache_memory_bytes,
+            )
+        )
+
+    if settings.max_model_len is not None:
+        return blocks_for(max_model_len), max_model_len
+    try:
+        return blocks_for(max_model_len), max_model_len
+    except SettingError:
+        num_blocks = blocks_for(1)
+        shorter = min(max_model_len, num_blocks * block_size)
+        logger.warning("the KV cache holds %d tokens: the model length is lowered from %d to that", shorter, max_model_len)
+        return num_blocks, shorter
+
+
+class _Progress:
+    """Says every so often how much of the weights has been read."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._start = time.monotonic()
+
+    def __call__(self, fraction: float) -> None:
+        if fraction >= self._next or fraction >= 1.0:
+            logger.info("loading weights: %3.0f %% (%.1f s)", 100 * fraction, time.monotonic() - self._start)
+            self._next = fraction + 0.25
+
+
+def run(settings: ExecutorSettings) -> int:
+    """Run an executor until SIGINT or SIGTERM; returns the exit status."""
+    setup_logging("executor", settings.log_level)
+    incarnation = mint_incarnation()
+    try:
+        model = load_model(settings, incarnation)
+    except (SettingError, ModelError) as error:
+        logger.error("%s", error)
+        return 2
+    info = model.info
+    logger.info(
+        "%s ready: %d blocks of %d tokens (%.2f GiB), model length %d",
+        info.model,
+        info.num_device_blocks,
+        info.block_size,
+        info.num_device_blocks * info.block_bytes / 2**30,
+        info.max_model_len,
+    )
+    session = Session(settings.scheduler_address, info)
+    outbox = Outbox(
+        settings.redis_url,
+        settings.model_name,
+        incarnation,
+        settings.outbox_capacity,
+        lambda epoch, step: session.send(Logged(epoch, step)),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: session.close())
+    status = 0
+    try:
+        StepLoop(model.runner, session, outbox).run()
+    except RefusedError as error:
+        logger.error("the scheduler refuses this executor: %s", error)
+        status = 2
+    finally:
+        if not outbox.close(FLUSH_S):
+            logger.error("some tokens could not be appended to the log")
+        session.close()
+        with contextlib.suppress(Exception):
+            session.join()
+    return status
