@@ -32,6 +32,7 @@ class ChildSpec:
     ready_timeout_s: float = 120.0
     stop_timeout_s: float = 10.0
     on_line: Callable[[str], bool] | None = None  # sees every output line; True keeps it from being shown
+    quiet: bool = False  # lines are shown only if the child ends unasked: its last ones
 
 
 class NotReadyError(Exception):
@@ -157,8 +158,15 @@ class Child:
     def _take_line(self, raw: bytes) -> None:
         line = raw.decode(errors="replace").rstrip("\r")
         self.tail.append(line)
-        if self.spec.on_line is None or not self.spec.on_line(line):
+        taken = self.spec.on_line is not None and self.spec.on_line(line)
+        if not taken and not self.spec.quiet:
             self._show_line(self.spec.name, line)
+
+    def show_tail(self) -> None:
+        """Show the last lines of a quiet child."""
+        if self.spec.quiet:
+            for line in self.tail:
+                self._show_line(self.spec.name, line)
 
 
 def _await_end(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, ended: asyncio.Future[int]) -> None:

@@ -63,7 +63,7 @@ def serve(args: argparse.Namespace) -> int:
             values["scheduler_address"] = f"unix:{instance.socket_path('scheduler.sock')}"
         redis = None
         if not is_set("redis_url", flags):
-            redis = EmbeddedRedis(instance)
+            redis = EmbeddedRedis(instance, tcp=True)
             values["redis_url"] = redis.url
         address = Address(_reachable(gateway.host), port)
         settings = load_settings(SchedulerSettings, **only_of(SchedulerSettings, values))
@@ -89,7 +89,7 @@ def _specs(
     """The children in the order in which they start; they stop in the reverse order."""
     specs = []
     if redis is not None:
-        specs.append(ChildSpec("redis", redis.command, ready=redis.ping))
+        specs.append(ChildSpec("redis", redis.command, ready=redis.ping, quiet=True))
     needs = [spec.name for spec in specs]
 
     def service(name: str, ready: Callable[[], bool], needs: list[str]) -> ChildSpec:

@@ -101,6 +101,7 @@ class Supervisor:
                 await child.start()
                 await child.until_ready()
             except NotReadyError as error:
+                child.show_tail()
                 if not self._ready[name].is_set():
                     self._show_line(name, f"{error}; giving up")
                     raise
@@ -110,6 +111,7 @@ class Supervisor:
                     self._show_line(name, "is ready again")
                 self._ready[name].set()
                 reason = describe_end(await child.wait())
+                child.show_tail()
             if loop.time() - started_s > self._backoff.forgotten_after_s:
                 failures = 0
             delay_s = self._backoff.delay_s(failures)

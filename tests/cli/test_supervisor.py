@@ -253,6 +253,21 @@ def test_output_lines_of_any_length_and_shape() -> None:
     asyncio.run(main())
 
 
+def test_a_quiet_child_speaks_only_when_it_dies(tmp_path: Path) -> None:
+    async def main() -> None:
+        loud = _service(tmp_path, "a")
+        run = Run(ChildSpec("a", loud.command, ready=loud.ready, quiet=True))
+        await run.until_ready()
+        assert run.lines == []
+        before = run.supervisor.pids()["a"]
+        os.kill(before, signal.SIGKILL)
+        await _until(lambda: run.supervisor.pids()["a"] != before)
+        assert run.lines[:2] == [("a", "hello from a"), ("a", "was ended by SIGKILL; restarting it in 0.01 s")]
+        assert await run.stop() == 0
+
+    asyncio.run(main())
+
+
 def test_needs_must_come_first() -> None:
     with pytest.raises(ValueError, match="a needs b, which does not come before it"):
         Supervisor([ChildSpec("a", [], needs=["b"]), ChildSpec("b", [])], show_line=lambda *_: None)
