@@ -20,6 +20,10 @@ class IntegrityError(AssertionError):
     """An invariant of the core does not hold."""
 
 
+# What a block continues: the commit number of the block before it, or the root of the chain.
+Parent = int | bytes
+
+
 class BlockPool:
     """``num_blocks`` blocks of ``block_size`` tokens.
 
@@ -33,8 +37,13 @@ class BlockPool:
         self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks, np.uint32)
         self._refcount = array("i", bytes(4 * num_blocks))
         self._free = FreeList(num_blocks)
-        # Content of hashed blocks. Tokens are kept to compare, so that a collision of hashes cannot leak.
+        # Content of hashed blocks. What a block holds depends on all tokens before it, so beside its own tokens each
+        # keeps whom it continues: the commit number of the block before it, or the root of its chain. Both are compared,
+        # so that a collision of hashes cannot leak, however far up the chain it lies.
         self._hash: list[bytes | None] = [None] * num_blocks
+        self._parent: list[Parent | None] = [None] * num_blocks
+        self._commit_number: list[int] = [0] * num_blocks
+        self._commits = 0
         self._tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
         self._by_hash: dict[bytes, int] = {}
 
@@ -81,21 +90,27 @@ class BlockPool:
                 else:
                     free.push_back(block)
 
-    def match(self, chain: Iterable[bytes], tokens: Int32Array) -> Int32Array:
+    def match(self, chain: Iterable[bytes], root: bytes, tokens: Int32Array) -> Int32Array:
         """The longest cached prefix: ids of the blocks that hold it, int32[hits]. No reference is taken.
 
-        ``chain`` are the hashes of successive blocks of ``tokens`` int32[>= len(chain) * block_size].
+        ``chain`` are the hashes of successive blocks of ``tokens`` int32[>= len(chain) * block_size], from ``root`` on.
         """
         found = []
+        parent: Parent = root
         for digest in chain:
             block = self._by_hash.get(digest)
-            if block is None:
+            if block is None or self._parent[block] != parent:
                 break
             found.append(block)
+            parent = self._commit_number[block]
         blocks = np.array(found, np.int32)
         wanted = tokens[: len(found) * self.block_size].reshape(-1, self.block_size)
         same = (self._tokens[blocks] == wanted).all(axis=1)
         return blocks if same.all() else blocks[: int(same.argmin())]
+
+    def as_parent(self, block: int) -> Parent:
+        """What a block that continues the cached ``block`` gives as its parent."""
+        return self._commit_number[block]
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
         """How many of them wait in the free list (taking them makes ``num_free`` smaller)."""
@@ -110,21 +125,30 @@ class BlockPool:
                 self._free.remove(block)
             refcount[block] += 1
 
-    def commit(self, block: int, generation: int, digest: bytes, tokens: Int32Array) -> None:
-        """A full block's content is on the device: make it findable.
+    def commit(self, block: int, generation: int, digest: bytes, parent: Parent, tokens: Int32Array) -> Parent | None:
+        """A full block's content is on the device: make it findable. Returns the parent of what continues it.
 
-        Nothing happens if the block has been handed out again since ``generation``, or if another one holds the same
-        content already. ``tokens`` int32[block_size].
+        When another block holds the same content already, that one stays the one that is found, and becomes the parent.
+        None: it cannot be found, and so neither can what continues it, because it has been handed out again since
+        ``generation`` or because other content has the same hash. ``tokens`` int32[block_size].
         """
-        if self.generation[block] != generation or self._hash[block] is not None or digest in self._by_hash:
-            return
+        holder = self._by_hash.get(digest)
+        if holder is not None:
+            same = self._parent[holder] == parent and np.array_equal(self._tokens[holder], tokens)
+            return self._commit_number[holder] if same else None
+        if self.generation[block] != generation or self._hash[block] is not None:
+            return None
+        self._commits += 1
         self._by_hash[digest] = block
         self._hash[block] = digest
+        self._parent[block] = parent
+        self._commit_number[block] = self._commits
         self._tokens[block] = tokens
         if self._refcount[block] == 0:
             # Let go before it was known to be worth keeping: it had been put first in line.
             self._free.remove(block)
             self._free.push_back(block)
+        return self._commits
 
     def reset_cache(self) -> bool:
         """Forget all content, also what plans in flight will have computed; False (and no change) while any block is held."""
@@ -140,7 +164,7 @@ class BlockPool:
         digest = self._hash[block]
         if digest is not None:
             del self._by_hash[digest]
-            self._hash[block] = None
+            self._hash[block] = self._parent[block] = None
 
     def check_integrity(self, references: npt.NDArray[np.int64]) -> None:
         """Compare with the references that sequences really hold, int64[num_blocks].

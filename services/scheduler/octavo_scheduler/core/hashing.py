@@ -22,9 +22,11 @@ class BlockHasher:
         self.block_size = block_size
 
     def root(self, *parts: str) -> bytes:
-        """The start of a chain: model fingerprint, adapter, tenant, salt, … Each part counts with its length."""
-        data = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
-        return blake2b(data, digest_size=HASH_BYTES, key=self._key, person=b"root").digest()
+        """The start of a chain: model fingerprint, adapter, tenant, salt, … Each part counts with its length.
+
+        It is the parts themselves, so that roots can be compared and not merely their hashes.
+        """
+        return b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
 
     def extend(self, chain: list[bytes], root: bytes, tokens: Int32Array, num_blocks: int) -> None:
         """Make ``chain`` cover the first ``num_blocks`` full blocks of ``tokens`` int32[at least num_blocks * block_size]."""
@@ -33,7 +35,7 @@ class BlockHasher:
             return
         size, key = self.block_size * 4, self._key
         data = memoryview(tokens[known * self.block_size : num_blocks * self.block_size].tobytes())
-        parent = chain[-1] if chain else root
+        parent = chain[-1] if chain else blake2b(root, digest_size=HASH_BYTES, key=key, person=b"root").digest()
         for start in range(0, len(data), size):
             digest = blake2b(parent, digest_size=HASH_BYTES, key=key)
             digest.update(data[start : start + size])

@@ -272,6 +272,8 @@ class Scheduler:
         num_tokens = len(sequence.tokens)
         slot = self.table.take(sequence, blocks, start)
         sequence.state = State.RUNNING
+        sequence.num_findable = len(cached)
+        sequence.parent = self.pool.as_parent(int(cached[-1])) if len(cached) else sequence.root
         step = self._step + 1
         if self.config.enable_prefix_caching:
             self.stats.count_lookup(num_tokens, start, resumed=sequence.preemptions > 0)
@@ -301,7 +303,7 @@ class Scheduler:
             return _NONE
         usable = (len(sequence.tokens) - 1) // self.config.block_size
         self._hasher.extend(sequence.chain, sequence.root, sequence.tokens, usable)
-        return self.pool.match(sequence.chain[:usable], sequence.tokens)
+        return self.pool.match(sequence.chain[:usable], sequence.root, sequence.tokens)
 
     def _root(self, sequence: Sequence) -> bytes:
         record = sequence.record
@@ -383,11 +385,14 @@ class Scheduler:
         )
         for row, index, block, generation in columns:
             sequence = self._sequences.get(int(plan.uids[row]))
-            if sequence is None or row in skipped:
+            if sequence is None or row in skipped or sequence.num_findable != index:
                 continue
             tokens = sequence.tokens if sequence.slot == NO_SLOT else self.table.tokens[sequence.slot]
             self._hasher.extend(sequence.chain, sequence.root, tokens, index + 1)
-            self.pool.commit(block, generation, sequence.chain[index], tokens[index * size : (index + 1) * size])
+            content = tokens[index * size : (index + 1) * size]
+            parent = self.pool.commit(block, generation, sequence.chain[index], sequence.parent, content)
+            if parent is not None:
+                sequence.num_findable, sequence.parent = index + 1, parent
 
     def _settle(self, uid: int) -> None:
         """A plan that named a sequence let go meanwhile is acknowledged; after the last one it may resume (rule R4)."""

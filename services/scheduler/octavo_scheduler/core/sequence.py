@@ -39,7 +39,9 @@ class Sequence:
         "followers",
         "in_flight",
         "max_total_tokens",
+        "num_findable",
         "output_start",
+        "parent",
         "preemptions",
         "record",
         "root",
@@ -65,6 +67,9 @@ class Sequence:
         # Hashes of its leading full blocks, as far as they were needed.
         self.chain: list[bytes] = []
         self.root = b""
+        # How many of its leading blocks can be found in the prefix cache, and the parent of the one after them.
+        self.num_findable = 0
+        self.parent: int | bytes = b""
         # Unacknowledged plans that name it.
         self.in_flight = 0
         self.preemptions = 0
