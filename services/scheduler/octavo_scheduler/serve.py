@@ -15,6 +15,7 @@ from octavo_scheduler.attach import start_server
 from octavo_scheduler.intake import Intake
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
+from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.service import RETRY_S, SchedulerService
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
@@ -40,6 +41,7 @@ class SchedulerProcess:
         self.incarnation = mint_incarnation()
         self.streams = Streams.connect(settings.redis_url, settings.model_name)
         self.tracing = Tracing("scheduler", settings.otlp_traces_endpoint, self.incarnation)
+        self.service: SchedulerService | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set.
@@ -50,6 +52,7 @@ class SchedulerProcess:
         term = await self._take_lease()
         metrics = SchedulerMetrics(self.settings.model_name)
         service = SchedulerService(self.settings, self.streams, Observer(self.tracing, metrics), metrics, term)
+        self.service = service
         await self.streams.create_group()
         await service.take_over(await self.streams.claim_pending(self.incarnation))
         server, port = await start_server(service, self.settings.scheduler_address)
@@ -57,7 +60,12 @@ class SchedulerProcess:
         intake = Intake(service, self.streams, self.incarnation)
         try:
             await _until_first(
-                intake.requests(), intake.aborts(), self._publish(service), self._keep_lease(term), stop.wait()
+                intake.requests(),
+                intake.aborts(),
+                OrphanWatch(service, self.streams).run(),
+                self._publish(service),
+                self._keep_lease(term),
+                stop.wait(),
             )
         finally:
             await server.stop(grace=0.5)
