@@ -1,0 +1,192 @@
+"""A faithful model of an executor, for tests of the scheduler's core.
+
+It follows the docstring of ``octavo_shared.plan`` to the letter. Its pages hold, for every position, the token id and a
+*key*: a hash of everything that position's keys and values would depend on in a real model (adapter, tenant, salt and all
+tokens up to it). Every row verifies every position it would read, so a page that is shared or reused wrongly is found at
+once. What it samples is a pure function of (seed of the choice, position), as rule L10 asks, so the outcome of every
+sequence is known beforehand and must not depend on scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo_shared.ids import RequestId
+from octavo_shared.plan import NewSequence, StepPlan, StepResult
+from octavo_shared.records import EndReason, RequestRecord
+
+_STOP_ONE_IN = 23
+ALPHABET = 3
+
+
+def sample(seed: int, position: int, alphabet: int = ALPHABET) -> tuple[int, bool]:
+    """The token drawn at an output position, and whether it ends the sequence."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & ((1 << 64) - 1)
+    mixed ^= mixed >> 29
+    mixed = (mixed * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    mixed ^= mixed >> 32
+    return mixed % alphabet, (mixed // alphabet) % _STOP_ONE_IN == 0 and seed % 3 == 0
+
+
+def expected_outcome(record: RequestRecord, choice: int, max_total_tokens: int) -> tuple[list[int], EndReason]:
+    """What a choice must come to, however it is scheduled."""
+    tokens: list[int] = []
+    while True:
+        token, stops = sample(record.sampling.seed_of(choice), len(tokens))
+        tokens.append(token)
+        if stops:
+            return tokens, EndReason.STOP
+        if len(record.prompt) + len(tokens) >= max_total_tokens:
+            return tokens, EndReason.LENGTH
+
+
+@dataclass
+class _Slot:
+    new: NewSequence
+    tokens: list[int]
+    keys: list[int]
+    table: list[int]
+    computed: int
+    ended: bool = False
+
+
+class ExecutorModel:
+    """Slots, block tables and pages; ``log`` collects the outputs of every choice."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, records: dict[RequestId, RequestRecord]):
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.records = records
+        self.page_keys: npt.NDArray[np.int64] = np.zeros((num_blocks, block_size), np.int64)
+        self.page_tokens: npt.NDArray[np.int32] = np.full((num_blocks, block_size), -1, np.int32)
+        self.slots: dict[int, _Slot] = {}
+        self.log: dict[tuple[RequestId, int], list[int]] = {}
+        self.ends: dict[tuple[RequestId, int], EndReason] = {}
+        self.step = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan in the order of its phases."""
+        assert plan.step == self.step + 1, "plans come in order, without gaps"
+        self.step = plan.step
+        for slot in plan.release.tolist():
+            del self.slots[slot]
+        for new in plan.admit:
+            self._admit(new)
+        assert len(plan.grow_slots) == len(plan.grow_blocks)
+        for slot, block in zip(plan.grow_slots.tolist(), plan.grow_blocks.tolist(), strict=True):
+            self.slots[slot].table.append(block)
+        self._check_tables()
+        self._forward(plan)
+        return self._sample(plan)
+
+    def _admit(self, new: NewSequence) -> None:
+        assert 0 <= new.slot < self.max_num_seqs
+        assert new.slot not in self.slots, "a slot is taken twice"
+        record = self.records[new.request_id]
+        known = record.prompt.tolist() + self.log.get((new.request_id, new.choice), [])
+        assert new.tokens.tolist() == known, "a sequence comes with exactly its prompt and what has been logged"
+        assert (new.request_id, new.choice) not in self.ends, "an ended choice never restarts"
+        assert new.output_start == len(record.prompt)
+        assert 0 <= new.num_computed < len(new.tokens), "the last token is always computed"
+        assert new.seed == record.sampling.seed_of(new.choice)
+        assert not (new.no_cache_read and new.num_computed), "log-probabilities of the prompt read no cache"
+        assert new.no_cache_read or record.sampling.prompt_logprobs is None or len(known) > len(record.prompt)
+        root = hash((record.lora, record.tenant, record.cache_salt))
+        slot = _Slot(new, [], [root], new.block_table.tolist(), new.num_computed)
+        for token in known:
+            self._append(slot, token)
+        self.slots[new.slot] = slot
+
+    @staticmethod
+    def _append(slot: _Slot, token: int) -> None:
+        slot.tokens.append(token)
+        slot.keys.append(hash((slot.keys[-1], token)))
+
+    def _check_tables(self) -> None:
+        for slot in self.slots.values():
+            assert len(set(slot.table)) == len(slot.table), "a page stands twice in one block table"
+            assert all(0 <= block < len(self.page_tokens) for block in slot.table)
+
+    def _forward(self, plan: StepPlan) -> None:
+        assert len(set(plan.row_slots.tolist())) == len(plan.row_slots), "one row per slot"
+        holders: dict[int, int] = {}
+        for slot in self.slots.values():
+            for block in slot.table:
+                holders[block] = holders.get(block, 0) + 1
+        rows = [(self.slots[number], start, count) for number, start, count in self._rows(plan)]
+        rows = [row for row in rows if not row[0].ended]
+        for slot, start, count in rows:
+            assert start == slot.computed, "a row starts where its pages end"
+            assert count > 0, "a row computes something"
+            assert start + count <= len(slot.tokens), "a row computes known tokens only"
+            assert -(-(start + count) // self.block_size) <= len(slot.table), "a row writes into its own block table"
+            self._verify_reads(slot, start)
+        for slot, start, count in rows:
+            for position in range(start, start + count):
+                block, offset = slot.table[position // self.block_size], position % self.block_size
+                assert holders[block] == 1, "a page that others hold is never written"
+                self.page_tokens[block, offset] = slot.tokens[position]
+                self.page_keys[block, offset] = slot.keys[position + 1]
+            slot.computed = start + count
+
+    def _verify_reads(self, slot: _Slot, end: int) -> None:
+        if not end:
+            return
+        blocks = np.array(slot.table[: -(-end // self.block_size)])
+        assert self.page_tokens[blocks].ravel()[:end].tolist() == slot.tokens[:end], "pages hold other tokens"
+        assert self.page_keys[blocks].ravel()[:end].tolist() == slot.keys[1 : end + 1], "pages were computed elsewise"
+
+    @staticmethod
+    def _rows(plan: StepPlan) -> list[tuple[int, int, int]]:
+        columns = (plan.row_slots, plan.row_starts, plan.row_tokens)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        sampled = plan.row_slots[np.flatnonzero(plan.row_samples)].tolist()
+        assert plan.sample_slots.tolist() == sampled, "each row samples for its own slot"
+        for number, samples in zip(plan.row_slots.tolist(), plan.row_samples.tolist(), strict=True):
+            slot = self.slots[number]
+            assert slot.ended or samples == int(slot.computed == len(slot.tokens)), (
+                "samples come at the end of what is known"
+            )
+        counts, tokens, ends = [], [], []
+        for number in sampled:
+            slot = self.slots[number]
+            if slot.ended:
+                counts.append(0)
+                ends.append(EndReason.NONE)
+                continue
+            token, end = self._draw(slot)
+            counts.append(1)
+            tokens.append(token)
+            ends.append(end)
+        return StepResult(
+            plan.term,
+            plan.epoch,
+            plan.step,
+            np.array(counts, np.int32),
+            np.array(tokens, np.int32),
+            np.array(ends, np.uint8),
+        )
+
+    def _draw(self, slot: _Slot) -> tuple[int, EndReason]:
+        new = slot.new
+        name = (new.request_id, new.choice)
+        log = self.log.setdefault(name, [])
+        assert len(log) == len(slot.tokens) - new.output_start, "an output position is sampled once and in order"
+        assert name not in self.ends, "nothing follows an end"
+        token, stops = sample(new.seed, len(log))
+        self._append(slot, token)
+        log.append(token)
+        end = EndReason.NONE
+        if stops:
+            end = EndReason.STOP
+        elif len(slot.tokens) >= new.max_total_tokens:
+            end = EndReason.LENGTH
+        if end:
+            slot.ended = True
+            self.ends[name] = end
+        return token, end

@@ -1,0 +1,288 @@
+"""Drives a ``Scheduler`` against the executor model and checks, after every move, what must always hold."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+from core_executor_model import ExecutorModel, expected_outcome
+
+from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.events import Admitted, Chunk, Ended, Preempted
+from octavo_scheduler.core.scheduler import NeverFitsError, OutOfStepError, Scheduler
+from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
+from octavo_shared.ids import RequestId
+from octavo_shared.plan import StepPlan, StepResult
+from octavo_shared.records import EndReason, RequestRecord, SamplingParams
+
+
+class Harness:
+    """One scheduler, one executor, and the wire between them: plans not yet run, results not yet delivered."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.records: dict[RequestId, RequestRecord] = {}
+        self.executor = ExecutorModel(config.num_blocks, config.block_size, config.max_num_seqs, self.records)
+        self.plans: deque[StepPlan] = deque()
+        self.results: deque[StepResult] = deque()
+        self.old_results: list[StepResult] = []
+        self.everyone: list[Sequence] = []
+        self.ended: Counter[int] = Counter()
+        self.aborted: set[int] = set()
+        # Sequences aborted while they had a slot -> plans run since then.
+        self.leaving: dict[int, int] = {}
+        # Next position each admitted sequence must prefill, and where its prompt ends.
+        self.prefilling: dict[int, tuple[int, int]] = {}
+        self.steps = 0
+        self.refused = 0
+
+    # --- moves ---
+
+    def add(self, prompt: list[int], n: int = 1, **more: object) -> list[Sequence]:
+        """A request arrives; [] when it is refused because it never fits."""
+        serial = len(self.records) + 1
+        names = {"max_tokens", "prompt_logprobs", "seed"}
+        sampling = SamplingParams(**{"seed": serial} | {k: v for k, v in more.items() if k in names})  # type: ignore[arg-type]
+        rest = {k: v for k, v in more.items() if k not in names}
+        record = RequestRecord(RequestId("log", serial), serial, np.array(prompt, np.int32), sampling, n=n, **rest)  # type: ignore[arg-type]
+        sequences = [Sequence(record, choice, 1, self.config.max_model_len) for choice in range(n)]
+        total = min(len(prompt) + sampling.max_tokens, self.config.max_model_len)
+        fits = len(prompt) < total and -(-(total - 1) // self.config.block_size) <= self.config.num_blocks
+        self.records[record.id] = record
+        before = len(self.scheduler.sequences)
+        if not fits:
+            with pytest.raises(NeverFitsError):
+                self.scheduler.add(sequences)
+            assert len(self.scheduler.sequences) == before
+            self.refused += 1
+            return []
+        self.scheduler.add(sequences)
+        self.everyone += sequences
+        return sequences
+
+    def schedule(self) -> StepPlan | None:
+        """The scheduler plans once, if it wants to."""
+        scheduler = self.scheduler
+        unacknowledged = scheduler.num_unacknowledged
+        waiting = {s.uid: s for s in scheduler.waiting if s.state is State.WAITING}
+        plan = scheduler.schedule()
+        if plan is None:
+            if not unacknowledged:
+                assert not scheduler.sequences, "nothing is on its way and nobody is served: a standstill"
+            return None
+        assert unacknowledged <= self.config.run_ahead
+        self._check_plan(plan)
+        self._check_admission(plan, waiting)
+        self.plans.append(plan)
+        self.steps += 1
+        return plan
+
+    def execute(self) -> None:
+        """The executor runs the oldest plan."""
+        plan = self.plans.popleft()
+        self.results.append(self.executor.execute(plan))
+        held = {(slot.new.request_id, slot.new.choice) for slot in self.executor.slots.values()}
+        for sequence in [s for s in self.everyone if s.uid in self.leaving]:
+            if (sequence.request_id, sequence.choice) not in held:
+                del self.leaving[sequence.uid]
+                continue
+            self.leaving[sequence.uid] += 1
+            assert self.leaving[sequence.uid] <= self.config.run_ahead + 1, "an aborted sequence stays on the executor"
+
+    def deliver(self) -> None:
+        """The oldest result arrives."""
+        result = self.results.popleft()
+        self.scheduler.commit(result)
+        self.old_results.append(result)
+
+    def deliver_wrongly(self, rng: random.Random) -> None:
+        """A result arrives twice, too early, or broken: it is refused and changes nothing."""
+        wrong: list[StepResult] = self.old_results[-3:] + list(self.results)[1:]
+        if self.results:
+            good = self.results[0]
+            wrong += [
+                _replaced(good, term=good.term + 1),
+                _replaced(good, epoch=good.epoch + 1),
+                _replaced(good, sample_counts=np.append(good.sample_counts, np.int32(0)), ends=np.append(good.ends, 0)),
+                _replaced(good, tokens=np.append(good.tokens, np.int32(1))),
+                _replaced(good, ends=np.append(good.ends, np.uint8(0))),
+                _replaced(good, failed=True),
+            ]
+            if len(good.ends):
+                wrong += [
+                    _replaced(good, ends=np.full(len(good.ends), 77, np.uint8)),
+                    _replaced(
+                        good,
+                        sample_counts=np.full(len(good.ends), 2, np.int32),
+                        tokens=np.zeros(2 * len(good.ends), np.int32),
+                    ),
+                ]
+        if wrong:
+            before = self.fingerprint()
+            with pytest.raises(OutOfStepError):
+                self.scheduler.commit(rng.choice(wrong))
+            assert self.fingerprint() == before
+
+    def abort(self, sequence: Sequence) -> None:
+        """Someone cancels a sequence: its blocks are free at once."""
+        alive = sequence.state is not State.ENDED
+        had_slot = sequence.slot != NO_SLOT
+        own = self._only_own_blocks(sequence) if had_slot else 0
+        free = self.scheduler.pool.num_free
+        assert self.scheduler.abort(sequence) is alive
+        assert self.scheduler.pool.num_free == free + own
+        if alive:
+            self.aborted.add(sequence.uid)
+            self.ended[sequence.uid] += 1
+            if had_slot:
+                self.leaving[sequence.uid] = 0
+
+    def reset_cache(self) -> None:
+        """The prefix cache is emptied; nothing known so far may be found afterwards."""
+        pool = self.scheduler.pool
+        idle = pool.num_used == 0
+        before = pool.num_cached
+        assert pool.reset_cache() is idle
+        assert pool.num_cached == (0 if idle else before)
+        if idle:
+            # What was computed until now is worthless from here on: a later hit on it reads these.
+            for plan in self.plans:
+                self._run_quietly(plan)
+            self.plans.clear()
+            self.executor.page_keys[:] = -1
+
+    def _run_quietly(self, plan: StepPlan) -> None:
+        self.results.append(self.executor.execute(plan))
+
+    def step(self) -> None:
+        """One full turn of a loop that keeps the pipeline as full as allowed."""
+        while self.schedule() is not None:
+            pass
+        if self.plans:
+            self.execute()
+        if self.results:
+            self.deliver()
+
+    # --- what must always hold ---
+
+    def check(self) -> None:
+        """Everything that must hold between two moves."""
+        self._note_events()
+        scheduler, table, pool = self.scheduler, self.scheduler.table, self.scheduler.pool
+        scheduler.check_integrity()
+        held: Counter[int] = Counter()
+        for sequence in scheduler.sequences:
+            if sequence.slot != NO_SLOT:
+                slot = sequence.slot
+                assert table.uid[slot] == sequence.uid
+                blocks = table.block_table[slot, : table.num_blocks[slot]].tolist()
+                assert len(set(blocks)) == len(blocks)
+                held.update(blocks)
+                assert table.planned[slot] <= table.expected[slot] <= sequence.max_total_tokens
+                assert table.known[slot] <= table.expected[slot]
+                assert table.known[slot] + table.in_flight[slot] >= table.expected[slot]
+        free = pool.free_blocks()
+        assert len(set(free)) == len(free)
+        assert set(free).isdisjoint(held)
+        assert set(free) | set(held) == set(range(pool.num_blocks)), "a block is nowhere"
+        assert pool.num_used == len(held)
+        assert len(table) <= self.config.max_num_seqs
+        if not self.config.enable_prefix_caching:
+            assert pool.num_cached == 0
+        assert max(self.ended.values(), default=1) == 1, "a sequence ended twice"
+        assert {s.uid for s in self.everyone} == {s.uid for s in scheduler.sequences} | set(self.ended)
+
+    def finish(self) -> None:
+        """Nothing more arrives: everything ends within a bounded number of steps, as foretold, and all blocks return."""
+        live = self.scheduler.sequences
+        # At least the first in line moves by one token in every step, or waits for plans on their way.
+        bound = 4 * sum(s.max_total_tokens for s in live) + 8 * len(live) + 8
+        while self.scheduler.sequences or self.plans or self.results:
+            self.step()
+            self.check()
+            bound -= 1
+            assert bound > 0, "somebody starves"
+        assert self.scheduler.pool.num_free == self.config.num_blocks
+        assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_unacknowledged == 0
+        assert len(self.scheduler.waiting) == 0
+        for sequence in self.everyone:
+            assert sequence.state is State.ENDED
+            assert self.ended[sequence.uid] == 1
+            name = (sequence.request_id, sequence.choice)
+            tokens, end = expected_outcome(sequence.record, sequence.choice, sequence.max_total_tokens)
+            logged = self.executor.log.get(name, [])
+            assert logged == tokens[: len(logged)]
+            if sequence.uid not in self.aborted:
+                assert (logged, self.executor.ends[name]) == (tokens, end)
+
+    def fingerprint(self) -> object:
+        """The whole state of the scheduler, comparable."""
+        s = self.scheduler
+        t = s.table
+        live = [
+            (q.uid, q.state, q.slot, q.tokens.tolist(), q.in_flight, len(q.chain), q.preemptions) for q in s.sequences
+        ]
+        columns = [c.tolist() for c in (t.uid, t.planned, t.expected, t.known, t.num_blocks, t.in_flight)]
+        pool = (s.pool.free_blocks(), s.pool.num_cached, s.pool.generation.tolist())
+        return copy.deepcopy((live, columns, pool, s.num_unacknowledged, [q.uid for q in s.waiting.ordered()]))
+
+    # --- parts ---
+
+    def _only_own_blocks(self, sequence: Sequence) -> int:
+        table = self.scheduler.table
+        held = table.references(self.config.num_blocks)
+        blocks = table.block_table[sequence.slot, : table.num_blocks[sequence.slot]]
+        return int((held[blocks] == 1).sum())
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        config = self.config
+        assert int(plan.row_tokens.sum()) <= config.max_num_batched_tokens
+        if config.long_prefill_token_threshold:
+            assert plan.row_tokens.max() <= config.long_prefill_token_threshold
+        if not config.enable_chunked_prefill:
+            assert plan.row_samples.all(), "without chunked prefill every row samples"
+
+    def _check_admission(self, plan: StepPlan, waiting: dict[int, Sequence]) -> None:
+        """Admitted in the policy's order, and nobody who may go is passed over."""
+
+        def key(sequence: Sequence) -> tuple[int, int]:
+            return (sequence.record.priority if self.config.policy == "priority" else 0, sequence.uid)
+
+        admitted = [int(self.scheduler.table.uid[new.slot]) for new in plan.admit]
+        keys = [key(waiting[uid]) for uid in admitted]
+        assert keys == sorted(keys)
+        left = [key(s) for uid, s in waiting.items() if uid not in admitted]
+        if keys and left:
+            assert keys[-1] < min(left)
+
+    def _note_events(self) -> None:
+        for event in self.scheduler.drain_events():
+            uid = event.sequence.uid
+            if isinstance(event, Admitted):
+                assert uid not in self.prefilling
+                self.prefilling[uid] = (event.cached_tokens, event.num_tokens)
+            elif isinstance(event, Chunk):
+                at, end = self.prefilling[uid]
+                assert event.start == at
+                assert event.last == (event.start + event.count == end)
+                self.prefilling[uid] = (event.start + event.count, end)
+                if event.last:
+                    del self.prefilling[uid]
+            elif isinstance(event, Preempted):
+                self.prefilling.pop(uid, None)
+            else:
+                assert isinstance(event, Ended)
+                name = (event.sequence.request_id, event.sequence.choice)
+                assert event.reason == self.executor.ends[name] != EndReason.NONE
+                self.ended[uid] += 1
+        for uid in self.aborted:
+            self.prefilling.pop(uid, None)
+
+
+def _replaced(result: StepResult, **changes: object) -> StepResult:
+    fields = {name: getattr(result, name) for name in StepResult.__dataclass_fields__}
+    return StepResult(**fields | changes)  # type: ignore[arg-type]
