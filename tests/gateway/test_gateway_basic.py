@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 from gateway_stage import EOS, MAX_MODEL_LEN, Reply, Stage
-from octavo_gateway.tokenizer import ModelTokenizer
 
+from octavo_gateway.tokenizer import ModelTokenizer
 from octavo_shared.records import EndReason, RequestRecord
 
 

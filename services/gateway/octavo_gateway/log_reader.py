@@ -103,12 +103,15 @@ class LogReader:
         """Append aborts as they come, each until it is appended."""
         while True:
             record = await self._aborts.get()
+            failing = False
             while True:
                 try:
                     await self._streams.append_abort(record)
                     break
                 except (RedisError, OSError) as error:
-                    logger.warning("an abort cannot be appended, trying again: %r", error)
+                    if not failing:
+                        logger.warning("an abort cannot be appended, trying again: %r", error)
+                    failing = True
                     await asyncio.sleep(RETRY_S)
             self._aborts.task_done()
 
