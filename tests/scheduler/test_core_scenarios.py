@@ -1,0 +1,481 @@
+"""The field's agreed scheduler and prefix-cache behaviour, with its exact numbers.
+
+The scenarios are facts that vLLM's own tests pin down (``tests/v1/core``), told in Octavo's terms: 16 tokens per block and
+10 usable blocks unless said otherwise. Their block ids count from 1 (vLLM keeps block 0 for itself), ours from 0; the
+tables here keep theirs and ``ids`` translates. Octavo makes a block findable only once the executor has acknowledged the
+step that filled it, so every scenario acknowledges before it looks.
+
+Waiting for what is not built yet: everything on EAGLE and draft tokens (rows 11's second half, 23's first half and 29) and
+on sliding-window groups (rows 13 and 25's second half). Rows 22 and 23 (stop ids, ``min_tokens``) are the executor's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.events import Admitted
+from octavo_scheduler.core.scheduler import NeverFitsError, Scheduler
+from octavo_scheduler.core.sequence import Sequence, State
+from octavo_scheduler.core.stats import HitRateWindow
+from octavo_shared.ids import RequestId
+from octavo_shared.plan import StepPlan, StepResult
+from octavo_shared.records import EndReason, RequestRecord, SamplingParams
+
+COMMON = list(range(100, 148))
+
+
+class Bench:
+    """A scheduler whose every plan is acknowledged with made-up tokens, one plan at a time."""
+
+    def __init__(self, **changes: object) -> None:
+        values: dict[str, object] = {
+            "num_blocks": 10,
+            "block_size": 16,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 8192,
+            "max_model_len": 1024,
+        }
+        self.scheduler = Scheduler(CoreConfig(**values | changes))  # type: ignore[arg-type]
+        self.pool = self.scheduler.pool
+        self.serial = 0
+        self.next_token = 10_000
+
+    def add(self, prompt: list[int] | int, *, max_tokens: int = 1, **more: object) -> Sequence:
+        """A request with one choice; a number stands for that many tokens nobody else has."""
+        self.serial += 1
+        if isinstance(prompt, int):
+            prompt = [self.serial * 100_000 + i for i in range(prompt)]
+        record = RequestRecord(
+            RequestId("log", self.serial),
+            0,
+            np.array(prompt, np.int32),
+            SamplingParams(max_tokens=max_tokens),
+            **more,  # type: ignore[arg-type]
+        )
+        sequence = Sequence(record, 0, 1, self.scheduler.config.max_model_len)
+        self.scheduler.add([sequence])
+        return sequence
+
+    def run(self, prompt: list[int] | int, *, max_tokens: int = 2, **more: object) -> tuple[Sequence, int]:
+        """A request whose prompt is computed and acknowledged: the sequence (still running) and its hit."""
+        sequence = self.add(prompt, max_tokens=max_tokens, **more)
+        self.scheduler.drain_events()
+        self.step()
+        (admitted,) = [e for e in self.scheduler.drain_events() if isinstance(e, Admitted)]
+        assert admitted.sequence is sequence
+        return sequence, admitted.cached_tokens
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.acknowledge(plan)
+        return plan
+
+    def acknowledge(self, plan: StepPlan, end: EndReason = EndReason.NONE) -> None:
+        samples = len(plan.sample_slots)
+        tokens = np.arange(self.next_token, self.next_token + samples, dtype=np.int32)
+        self.next_token += samples
+        ends = np.full(samples, end, np.uint8)
+        self.scheduler.commit(StepResult(plan.term, plan.epoch, plan.step, np.ones(samples, np.int32), tokens, ends))
+        self.scheduler.check_integrity()
+
+    def blocks(self, sequence: Sequence) -> list[int]:
+        table = self.scheduler.table
+        return table.block_table[sequence.slot, : table.num_blocks[sequence.slot]].tolist()
+
+    def granted(self, plan: StepPlan, *sequences: Sequence) -> list[int]:
+        """What a plan grants to each sequence."""
+        grants = dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
+        return [grants.get(sequence.slot, 0) for sequence in sequences]
+
+    def admitted(self, plan: StepPlan) -> list[int]:
+        """Serials of the requests a plan admits, counted from 0, in order."""
+        return [new.request_id.serial - 1 for new in plan.admit]
+
+
+def ids(*from_one: int) -> list[int]:
+    """Block ids that count from 1, as ours."""
+    return [block - 1 for block in from_one]
+
+
+@pytest.fixture
+def shared_prefix() -> tuple[Bench, Sequence, Sequence]:
+    """Row 1: a 55-token prompt takes 4 blocks, hit 0; then the same 48 tokens + 5: hit 48, one block more, 5 free."""
+    bench = Bench()
+    first, hit = bench.run(COMMON + list(range(7)))
+    assert (hit, bench.blocks(first)) == (0, ids(1, 2, 3, 4))
+    second, hit = bench.run(COMMON + list(range(50, 55)))
+    assert (hit, bench.blocks(second)) == (48, ids(1, 2, 3, 5))
+    assert bench.pool.num_free == 5
+    return bench, first, second
+
+
+def test_row_1_hit_on_a_shared_prefix(shared_prefix: tuple[Bench, Sequence, Sequence]) -> None:
+    bench, first, second = shared_prefix
+    assert bench.pool.num_cached == 3
+    assert {first.state, second.state} == {State.RUNNING}
+
+
+@pytest.fixture
+def third_request(shared_prefix: tuple[Bench, Sequence, Sequence]) -> tuple[Bench, Sequence]:
+    """Row 2: both freed, then the 48-token prefix comes again."""
+    bench, first, second = shared_prefix
+    bench.scheduler.abort(first)
+    bench.scheduler.abort(second)
+    assert bench.pool.free_blocks() == ids(5, 4, 6, 7, 8, 9, 10, 3, 2, 1)
+    third, hit = bench.run(COMMON + list(range(70, 75)))
+    assert (hit, bench.blocks(third)) == (48, ids(1, 2, 3, 5))
+    assert bench.pool.num_free == 6
+    return bench, third
+
+
+def test_row_2_freed_blocks_stay_findable(third_request: tuple[Bench, Sequence]) -> None:
+    bench, _ = third_request
+    assert bench.pool.free_blocks() == ids(4, 6, 7, 8, 9, 10)
+
+
+def test_row_3_eviction_takes_the_tail_first(third_request: tuple[Bench, Sequence]) -> None:
+    bench, third = third_request
+    bench.scheduler.abort(third)
+    large = bench.add(160)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    assert bench.blocks(large) == ids(5, 4, 6, 7, 8, 9, 10, 3, 2, 1)
+    assert (bench.pool.num_free, bench.pool.num_cached) == (0, 0)
+
+
+def test_row_5_decoding_fills_and_takes_blocks() -> None:
+    bench = Bench()
+    sequence, _ = bench.run(55, max_tokens=100)
+    for _ in range(4):
+        bench.step()
+    # 59 tokens have been computed.
+    assert bench.scheduler.table.planned[sequence.slot] == 59
+    assert bench.blocks(sequence) == ids(1, 2, 3, 4)
+    assert bench.pool.num_cached == 3
+    for _ in range(19):
+        bench.step()
+    assert bench.scheduler.table.planned[sequence.slot] == 78
+    assert bench.blocks(sequence) == ids(1, 2, 3, 4, 5)
+    assert bench.pool.num_cached == 4
+
+
+def test_row_7_full_pool_without_cache() -> None:
+    bench = Bench(block_size=4, num_blocks=4, enable_prefix_caching=False)
+    first, hit = bench.run(list(range(10)))
+    assert (hit, len(bench.blocks(first))) == (0, 3)
+    bench.scheduler.abort(first)
+    second, hit = bench.run(list(range(16)), max_tokens=1)
+    assert (hit, len(bench.blocks(second)), bench.pool.num_free) == (0, 4, 0)
+    bench.add(4)
+    assert bench.scheduler.schedule() is None
+    with pytest.raises(NeverFitsError):
+        bench.add(list(range(16)), max_tokens=4)
+    assert bench.pool.num_cached == 0
+
+
+def test_row_8_cache_salt() -> None:
+    bench = Bench()
+    first, hit = bench.run([*COMMON, 1], cache_salt="a")
+    assert hit == 0
+    bench.scheduler.abort(first)
+    for salt, expected in (("a", 48), ("b", 0), ("", 0)):
+        sequence, hit = bench.run([*COMMON, 2], cache_salt=salt)
+        assert hit == expected
+        bench.scheduler.abort(sequence)
+
+
+@pytest.mark.parametrize("field", ["tenant", "lora"])
+def test_row_8_holds_for_tenants_and_adapters(field: str) -> None:
+    bench = Bench()
+    for name, expected in (("a", 0), ("a", 48), ("b", 0)):
+        sequence, hit = bench.run([*COMMON, 1], **{field: name})
+        assert hit == expected
+        bench.scheduler.abort(sequence)
+
+
+def test_row_10_reset_only_when_idle() -> None:
+    bench = Bench()
+    sequence, _ = bench.run(55)
+    assert not bench.pool.reset_cache()
+    assert bench.pool.num_cached == 3
+    bench.scheduler.abort(sequence)
+    assert bench.pool.reset_cache()
+    assert bench.pool.num_cached == 0
+    again = Bench()
+    first, _ = again.run(COMMON)
+    again.scheduler.abort(first)
+    assert again.pool.reset_cache()
+    assert again.run([*COMMON, 1])[1] == 0
+
+
+def test_reset_also_forgets_what_is_in_flight() -> None:
+    bench = Bench()
+    bench.add([*COMMON, 1], max_tokens=5)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    bench.scheduler.preempt_all()
+    assert bench.pool.reset_cache()
+    bench.acknowledge(plan)
+    assert bench.pool.num_cached == 0
+
+
+def test_row_11_the_last_token_is_always_computed() -> None:
+    bench = Bench()
+    bench.run(COMMON)
+    sequence, hit = bench.run(COMMON)
+    assert hit == 32
+    assert len(bench.blocks(sequence)) == 3
+
+
+def test_row_14_all_in_the_first_step_in_order() -> None:
+    bench = Bench(num_blocks=100)
+    for _ in range(10):
+        bench.add(20)
+    plan = bench.step()
+    assert bench.admitted(plan) == list(range(10))
+    assert plan.row_samples.all()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (10, 0)
+
+
+def test_row_15_long_prefill_threshold() -> None:
+    bench = Bench(num_blocks=1000, max_num_batched_tokens=1024, long_prefill_token_threshold=400)
+    three = [bench.add(800, max_tokens=5) for _ in range(3)]
+    assert bench.granted(bench.step(), *three) == [400, 400, 224]
+    assert bench.granted(bench.step(), *three) == [400, 400, 224]
+    assert bench.granted(bench.step(), *three) == [1, 1, 352]
+
+
+@pytest.mark.parametrize(("chunked", "expected"), [(True, [800, 224, 0, 0]), (False, [800, 0, 0, 0])])
+def test_row_16_chunked_prefill(chunked: bool, expected: list[int]) -> None:
+    bench = Bench(
+        num_blocks=1000,
+        max_num_batched_tokens=1024,
+        max_num_seqs=3,
+        enable_chunked_prefill=chunked,
+    )
+    four = [bench.add(length, max_tokens=5) for length in (800, 800, 10, 10)]
+    assert bench.granted(bench.step(), *four) == expected
+
+
+@pytest.mark.parametrize(
+    ("priorities", "arrivals", "expected"),
+    [
+        ([2, 0, 1], [0, 1, 2], [1, 2, 0]),
+        ([2, 1, 1, 0], [1, 3, 2, 4], [3, 2, 1, 0]),
+        ([0, 0, 0, 0], [4, 1, 3, 2], [1, 3, 2, 0]),
+    ],
+)
+def test_row_18_priorities(priorities: list[int], arrivals: list[int], expected: list[int]) -> None:
+    bench = Bench(num_blocks=100, policy="priority")
+    # The core knows the order of arrival as the order of ``add``.
+    by_arrival = sorted(range(len(arrivals)), key=arrivals.__getitem__)
+    for index in by_arrival:
+        bench.add(20, priority=priorities[index])
+    assert [by_arrival[serial] for serial in bench.admitted(bench.step())] == expected
+
+
+@pytest.mark.parametrize(
+    ("slots", "running", "waiting", "priorities"),
+    [(2, [3, 1], [2, 0], [3, 1, 2, 0]), (1, [3], [1, 2, 0], [3, 1, 2, 0])],
+)
+def test_row_19_few_slots(slots: int, running: list[int], waiting: list[int], priorities: list[int]) -> None:
+    bench = Bench(num_blocks=100, policy="priority", max_num_seqs=slots)
+    for priority in priorities:
+        bench.add(20, priority=priority, max_tokens=5)
+    assert bench.admitted(bench.step()) == running
+    assert [s.request_id.serial - 1 for s in bench.scheduler.waiting.ordered()] == waiting
+
+
+def test_row_21_the_low_priority_is_preempted_and_resumes() -> None:
+    bench = Bench(num_blocks=4, policy="priority")
+    low = bench.add(30, max_tokens=20, priority=1)
+    bench.step()
+    high = bench.add(32, max_tokens=20, priority=0)
+    bench.step()
+    plan = bench.step()
+    assert (low.state, high.state) == (State.WAITING, State.RUNNING)
+    assert bench.granted(plan, high) == [1]
+    assert len(low.tokens) == 32
+    assert low.preemptions == bench.scheduler.stats.preemptions == 1
+    bench.scheduler.abort(high)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    (new,) = plan.admit
+    assert (new.request_id, len(new.tokens), new.output_start) == (low.request_id, 32, 30)
+    # One block of 16 had been filled and acknowledged; the rest is computed again.
+    assert (new.num_computed, bench.granted(plan, low)) == (16, [16])
+
+
+def test_row_25_concurrency_of_full_length_sequences() -> None:
+    assert (
+        Bench(num_blocks=1536, max_model_len=16384, max_num_batched_tokens=16384).scheduler.config.max_concurrency
+        == 1.5
+    )
+
+
+def test_row_26_everyone_back_to_waiting_in_order() -> None:
+    bench = Bench(num_blocks=100)
+    ten = [bench.add(20, max_tokens=9) for _ in range(10)]
+    bench.step()
+    assert bench.scheduler.num_running == 10
+    bench.scheduler.preempt_all()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 10)
+    assert bench.scheduler.waiting.ordered() == ten
+    bench.scheduler.check_integrity()
+    assert bench.admitted(bench.step()) == list(range(10))
+
+
+def test_row_27_hit_rate_window() -> None:
+    window = HitRateWindow(5)
+    assert window.rate == 0.0
+    rates = []
+    for observation in ((1, 20, 9), (4, 80, 16), (1, 10, 2)):
+        window.observe(*observation)
+        rates.append(window.rate)
+    assert rates == pytest.approx([0.45, 0.25, 0.20])
+
+
+def test_row_30_lookups_are_counted_once_per_admission() -> None:
+    bench = Bench()
+    stats = bench.scheduler.stats
+    first, _ = bench.run(COMMON, max_tokens=9)
+    for _ in range(3):
+        bench.step()
+    assert (stats.prefix_queries, stats.prefix_hits) == (48, 0)
+    bench.run([*COMMON, 1])
+    assert (stats.prefix_queries, stats.prefix_hits) == (97, 48)
+    assert (stats.resumed_queries, stats.resumed_hits) == (0, 0)
+    bench.scheduler.preempt_all()
+    known = len(first.tokens)
+    bench.step()
+    assert (stats.prefix_queries, stats.prefix_hits) == (97, 48)
+    assert (stats.resumed_queries, stats.resumed_hits) == (known + 50, 96)
+    off = Bench(enable_prefix_caching=False)
+    off.run(COMMON)
+    assert (off.scheduler.stats.prefix_queries, off.scheduler.stats.window.rate) == (0, 0.0)
+
+
+# --- what Octavo adds -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_findable_before_it_is_acknowledged() -> None:
+    bench = Bench(num_blocks=20)
+    first = bench.add(COMMON)
+    plan = bench.scheduler.schedule()
+    second = bench.add([*COMMON, 1])
+    later = bench.scheduler.schedule()
+    assert plan is not None
+    assert later is not None
+    assert later.admit[0].num_computed == 0
+    assert set(bench.blocks(first)).isdisjoint(bench.blocks(second))
+
+
+def test_a_late_acknowledgement_never_names_a_reused_page() -> None:
+    bench = Bench(num_blocks=3)
+    first = bench.add(COMMON[:47], max_tokens=1)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    bench.scheduler.preempt_all()
+    bench.scheduler.abort(first)
+    other = bench.add(40, max_tokens=2)
+    later = bench.scheduler.schedule()
+    assert later is not None
+    assert set(bench.blocks(other)) == {0, 1, 2}
+    bench.acknowledge(plan)
+    assert bench.pool.num_cached == 0
+    bench.acknowledge(later)
+    assert bench.pool.num_cached == 2
+
+
+def test_a_preempted_sequence_waits_for_its_plans_and_keeps_their_tokens() -> None:
+    """Rule R4."""
+    bench = Bench(num_blocks=10)
+    sequence = bench.add(10, max_tokens=9)
+    plans = [bench.scheduler.schedule(), bench.scheduler.schedule()]
+    bench.scheduler.preempt_all()
+    assert sequence.state is State.DRAINING
+    for plan in plans:
+        assert bench.scheduler.schedule() is None
+        assert plan is not None
+        bench.acknowledge(plan)
+    assert sequence.state is State.WAITING
+    assert len(sequence.tokens) == 12
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    assert len(plan.admit[0].tokens) == 12
+
+
+def test_further_choices_wait_for_the_first_ones_prompt() -> None:
+    bench = Bench(num_blocks=20)
+    record = RequestRecord(RequestId("log", 1), 0, np.array(COMMON, np.int32), SamplingParams(max_tokens=5), n=3)
+    choices = [Sequence(record, choice, 1, 1024) for choice in range(3)]
+    bench.scheduler.add(choices)
+    assert [new.choice for new in bench.step().admit] == [0]
+    plan = bench.step()
+    assert [(new.choice, new.num_computed) for new in plan.admit] == [(1, 32), (2, 32)]
+    assert bench.pool.num_used == 4 + 1 + 1
+
+
+def test_ended_in_the_middle_of_run_ahead() -> None:
+    """The plan that was sent ahead for a sequence that ends wastes one row, and changes nothing."""
+    bench = Bench()
+    sequence = bench.add(10, max_tokens=9)
+    first, ahead = bench.scheduler.schedule(), bench.scheduler.schedule()
+    assert first is not None
+    assert ahead is not None
+    bench.acknowledge(first, EndReason.STOP)
+    assert sequence.state is State.ENDED
+    assert bench.pool.num_used == 0
+    none = np.zeros(1, np.int32)
+    bench.scheduler.commit(StepResult(ahead.term, ahead.epoch, ahead.step, none, none[:0], np.zeros(1, np.uint8)))
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.num_unacknowledged == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"max_num_batched_tokens": 15}, "max_num_batched_tokens"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 1023}, "max_num_batched_tokens"),
+        ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 400}, "long_prefill_token_threshold"),
+    ],
+)
+def test_configurations_that_would_starve_somebody_are_refused(changes: dict[str, object], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Bench(**changes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "fits"),
+    [
+        (1023, 1, True),
+        (1024, 1, False),
+        (10, 0, False),
+        (160, 1, True),
+        (160, 2, False),
+        (161, 1, False),
+        (10, 999, False),
+    ],
+)
+def test_what_never_fits_is_refused(prompt: int, max_tokens: int, fits: bool) -> None:
+    bench = Bench(num_blocks=64 if prompt > 1000 else 10)
+    if fits:
+        bench.add(prompt, max_tokens=max_tokens)
+        bench.step()
+        return
+    with pytest.raises(NeverFitsError):
+        bench.add(prompt, max_tokens=max_tokens)
+    assert not bench.scheduler.sequences
+
+
+def test_one_choice_that_never_fits_keeps_the_others_out_too() -> None:
+    bench = Bench()
+    record = RequestRecord(RequestId("log", 1), 0, np.array([1, 2], np.int32), SamplingParams(max_tokens=3), n=2)
+    choices = [Sequence(record, choice, 1, 1024) for choice in range(2)]
+    choices[1].resume_with([7, 8, 9])
+    with pytest.raises(NeverFitsError):
+        bench.scheduler.add(choices)
+    assert (bench.scheduler.num_waiting, len(bench.scheduler.waiting)) == (0, 0)
