@@ -123,6 +123,9 @@ class Kernels(Protocol):
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """The type activations must have beside weights of ``weight_dtype``."""
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory for something large and long-lived (pages, weights)."""
+
     def record(self) -> AbstractContextManager[Callable[[], Program]] | None:
         """Within the context, kernels are recorded instead of run; call what it yields afterwards for the program.
 

@@ -10,6 +10,7 @@
 #define ROWS 6
 #define TILE_ROWS 48
 #define CHUNK 128
+#define PREFETCH_BYTES 16384
 
 /* s[r][0..w) = sum_d q[r][d] * k[d][0..w), w = 8 * vecs */
 INLINE void scores(const int rows, const int vecs, const int bf16, const float *q, int64_t D, const void *k, int64_t bs,
@@ -150,6 +151,11 @@ struct task {
   int bf16;
 };
 
+/* Pages lie anywhere: no hardware prefetcher finds the next one. */
+INLINE void prefetch(const char *p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
 static void attend(const struct task *t) {
   const int64_t D = t->D, G = t->G, R = t->nq * G, bs = t->bs, elem = t->bf16 ? 2 : 4;
   const int64_t pages = bs >= CHUNK ? 1 : CHUNK / bs, chunk = pages * bs;
@@ -168,7 +174,12 @@ static void attend(const struct task *t) {
     for (int64_t p = start / bs; p * bs < end; p++) {
       if ((p + 1) * bs <= lo) continue;
       const int64_t n = end - p * bs < bs ? end - p * bs : bs;
-      const char *k = t->k + ((int64_t)t->table[p] * t->Hk + t->head) * D * bs * elem;
+      const int64_t page = D * bs * elem;
+      const char *k = t->k + ((int64_t)t->table[p] * t->Hk + t->head) * page;
+      if (page <= PREFETCH_BYTES) {
+        prefetch(t->v + ((int64_t)t->table[p] * t->Hk + t->head) * page, n * D * elem);
+        if ((p + 1) * bs < hi) prefetch(t->k + ((int64_t)t->table[p + 1] * t->Hk + t->head) * page, page);
+      }
       scores_page(t->bf16, q, R, D, k, bs, n, s + p * bs - start, chunk);
     }
     for (int64_t r = 0; r < R; r++) {

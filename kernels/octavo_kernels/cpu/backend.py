@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from octavo_kernels.cpu.build import load
 from octavo_kernels.interface import Activation, AttentionBatch, AttentionShape, LinearWeight, Logprobs, SampleRows
 
 PANEL = 16
+SYSTEM_PAGE = mmap.PAGESIZE
 MAX_ARGS = 31
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
@@ -62,6 +64,8 @@ class CpuKernels:
             BuildError: the kernels cannot be compiled here.
         """
         self._library = load()
+        self._libc = ctypes.CDLL(None)
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._library.oct_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
         self._library.oct_run.restype = None
         self._threads = threads or torch.get_num_threads()
@@ -71,6 +75,15 @@ class CpuKernels:
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return F32
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        # Huge pages spare most TLB misses of weights and scattered cache pages; a refusal by the system does no harm.
+        start = -(-tensor.data_ptr() // SYSTEM_PAGE) * SYSTEM_PAGE
+        length = (tensor.data_ptr() + tensor.nbytes - start) // SYSTEM_PAGE * SYSTEM_PAGE
+        if length > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._libc.madvise(start, length, mmap.MADV_HUGEPAGE)
+        return tensor
 
     def _run_ops(self, ops: npt.NDArray[np.int64]) -> None:
         self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], self._threads)
@@ -102,7 +115,7 @@ class CpuKernels:
     def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
         n, k = weight.shape
         source = weight.contiguous() if weight.dtype in (F32, BF16) else weight.float().contiguous()
-        packed = torch.empty(-(-n // PANEL) * k * PANEL, dtype=BF16 if dtype == BF16 else F32)
+        packed = self.empty((-(-n // PANEL) * k * PANEL,), BF16 if dtype == BF16 else F32)
         args = (source.data_ptr(), packed.data_ptr(), k, int(dtype == BF16), int(source.dtype == BF16))
         self._emit("oct_pack", n, *args, keep=(source, packed))
         return LinearWeight(packed, n, k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,12 @@ from octavo_shared.settings import SettingError
 
 DEFAULT_CPU_BYTES = 4 << 30
 CPU_SHARE = 0.4
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -59,15 +66,20 @@ def plan_num_blocks(request: PoolRequest) -> int:
 
 
 class KvCache:
-    """Owns the pages: ``k`` [layers, blocks, Hk, D, B] and ``v`` [layers, blocks, Hk, B, D] (B tokens per page)."""
+    """Owns the pages: ``k`` [layers, blocks, Hk, D, B] and ``v`` [layers, blocks, Hk, B, D] (B tokens per page).
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    ``empty`` gives the memory; ``Kernels.empty`` gives it in huge pages where the system has them.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, empty: Empty = _plain
+    ) -> None:
         heads, dim = spec.num_kv_heads, spec.head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Untouched pages cost no memory: the system backs them when they are first written.
-        self.k: Tensor = torch.empty((spec.num_layers, num_blocks, heads, dim, block_size), dtype=dtype)
-        self.v: Tensor = torch.empty((spec.num_layers, num_blocks, heads, block_size, dim), dtype=dtype)
+        self.k: Tensor = empty((spec.num_layers, num_blocks, heads, dim, block_size), dtype)
+        self.v: Tensor = empty((spec.num_layers, num_blocks, heads, block_size, dim), dtype)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,245 @@
+"""One step from plan to output: pages, forward pass, sampling, ends. Pure compute: no sockets, no log."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo_executor.batch import BatchState, PlanError
+from octavo_executor.kv_cache import KvCache
+from octavo_executor.model import Transformer
+from octavo_executor.sampler import Sampler
+from octavo_kernels import Kernels, SampleStatus
+from octavo_shared.plan import OutputRow, StepOutput, StepPlan, StepResult, StepTimings
+from octavo_shared.records import EndReason, Problem, TokenLogprobs
+
+Ints = npt.NDArray[np.int32]
+
+PROBLEMS = {
+    SampleStatus.NOT_FINITE: "The model's output for this request is not finite.",
+    SampleStatus.NOTHING_LEFT: "Every token was ruled out by logit_bias or min_tokens.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a plan that compute (those of ended sequences left out), [rows] each."""
+
+    index: npt.NDArray[np.intp]  # position in the plan
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    query_start: Ints  # [rows + 1]
+
+
+class Runner:
+    """Owns the batch state and drives the transformer. Not thread-safe: plans run strictly in order (rule R1)."""
+
+    def __init__(
+        self, model: Transformer, kernels: Kernels, cache: KvCache, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._model, self._cache, self._kernels = model, cache, kernels
+        self.state = BatchState(
+            max_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            eos=frozenset(model.spec.eos_token_ids),
+        )
+        self._sampler = Sampler(self.state, kernels)
+        self._logits_s = 0.0
+
+    def reset(self) -> None:
+        """Forget every sequence: the next plan begins a new epoch."""
+        self.state.clear()
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Carry out one plan. A row that fails alone ends alone, with ERROR.
+
+        Raises:
+            PlanError: the plan contradicts what is held. After this or any other exception the step did not happen,
+                and what is held means nothing until ``reset``.
+        """
+        with torch.inference_mode():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        begun = time.perf_counter()
+        self._logits_s = 0.0
+        if len(plan.copy_out) or len(plan.restores) or len(plan.row_drafts):
+            raise PlanError("this executor has neither host pages nor speculation")
+        self._check_copies(plan)
+        self.state.apply(plan)
+        rows = self._rows(plan)
+        self._fill_inputs(rows)
+        prepared = time.perf_counter()
+        if len(plan.copies):
+            pages = (np.ascontiguousarray(x, np.int32) for x in (plan.copies.source, plan.copies.destination))
+            self._cache.copy_pages(self._kernels, *(torch.from_numpy(x.copy()) for x in pages))
+        num_tokens = int(rows.query_start[-1])
+        if num_tokens:
+            self._model.forward(num_tokens)
+        self.state.num_computed[rows.slots] = rows.starts + rows.counts
+        computed = time.perf_counter()
+        self._collect_prompt_logprobs(rows)
+        output = self._sample(plan, rows)
+        done = time.perf_counter()
+        timings = StepTimings(
+            prepare_s=prepared - begun,
+            forward_s=computed - prepared + self._logits_s,
+            sample_s=done - computed - self._logits_s,
+        )
+        counts, tokens, ends, written = output
+        result = StepResult(plan.term, plan.epoch, plan.step, counts, tokens, ends, timings=timings)
+        return StepOutput(result, tuple(written))
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        source, destination = plan.copies.source.tolist(), plan.copies.destination.tolist()
+        if not all(0 <= page < self._cache.num_blocks for page in (*source, *destination)):
+            raise PlanError(f"a page to copy is not below {self._cache.num_blocks}")
+        if len(set(destination)) != len(destination) or set(destination) & set(source):
+            raise PlanError("a page is a copy's destination twice, or source and destination")
+
+    def _rows(self, plan: StepPlan) -> Rows:
+        """The rows that compute.
+
+        Raises:
+            PlanError: a row does not start where its sequence stands, or lacks tokens or pages.
+        """
+        state = self.state
+        slots = plan.row_slots
+        if not len(slots) == len(plan.row_starts) == len(plan.row_tokens) == len(plan.row_samples):
+            raise PlanError("the row arrays differ in length")
+        if len(plan.sample_slots) != int(plan.row_samples.sum()):
+            raise PlanError(f"{len(plan.sample_slots)} sample slots for {int(plan.row_samples.sum())} samples")
+        for named in (slots, plan.sample_slots):
+            if len(named) and not (named.min() >= 0 and named.max() < state.num_slots and state.live[named].all()):
+                raise PlanError("a row or sample names a slot without a sequence")
+        if len(np.unique(slots)) != len(slots):
+            raise PlanError("a slot has two rows")
+        index = np.flatnonzero(~state.ended[slots])
+        slots, starts, counts = slots[index], plan.row_starts[index], plan.row_tokens[index]
+        ends = starts + counts
+        sampled = plan.row_samples[index] > 0
+        wrong = (starts != state.num_computed[slots]) | (counts < 1) | (ends > state.num_tokens[slots])
+        wrong |= sampled & (ends != state.num_tokens[slots])
+        wrong |= ends > state.table_len[slots] * state.block_size
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            slot = int(slots[at])
+            raise PlanError(
+                f"slot {slot} cannot compute {counts[at]} tokens from {starts[at]}: it has {state.num_tokens[slot]} tokens, "
+                f"{state.num_computed[slot]} computed, and {state.table_len[slot]} blocks"
+            )
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        if query_start[-1] > self._model.max_tokens:
+            raise PlanError(f"{query_start[-1]} tokens in a step of at most {self._model.max_tokens}")
+        return Rows(index, slots, starts, counts, query_start)
+
+    def _fill_inputs(self, rows: Rows) -> None:
+        state, inputs, count, block = self.state, self._model.inputs, len(rows.slots), self._cache.block_size
+        total = int(rows.query_start[-1])
+        inputs.np_num_seqs[0] = count
+        if not count:
+            return
+        lengths = rows.starts + rows.counts
+        inputs.np_query_start[: count + 1] = rows.query_start
+        inputs.np_seq_lens[:count] = lengths
+        width = -(-int(lengths.max()) // block)
+        inputs.np_block_tables[:count, :width] = state.tables[rows.slots, :width]
+        if total == count:
+            slot, position = rows.slots, rows.starts
+        else:
+            slot = np.repeat(rows.slots, rows.counts)
+            position = np.arange(total, dtype=np.int32) + np.repeat(rows.starts - rows.query_start[:-1], rows.counts)
+        inputs.np_ids[:total] = state.tokens[slot, position]
+        inputs.np_positions[:total] = position
+        inputs.np_slots[:total] = state.tables[slot, position // block] * block + position % block
+
+    def _logits(self, hidden_rows: npt.NDArray[np.integer]) -> Tensor:
+        """Logits of at most ``max_logits`` rows of the step; overwritten by the next call."""
+        begun = time.perf_counter()
+        self._model.inputs.np_logits_index[: len(hidden_rows)] = hidden_rows
+        logits = self._model.logits(len(hidden_rows))
+        self._logits_s += time.perf_counter() - begun
+        return logits
+
+    def _collect_prompt_logprobs(self, rows: Rows) -> None:
+        """Score every prompt token whose predecessor was computed in this step."""
+        state = self.state
+        for i in np.flatnonzero(state.prompt_logprobs[rows.slots] >= 0).tolist():
+            slot, start = int(rows.slots[i]), int(rows.starts[i])
+            kept = state.sequence(slot).prompt_logprobs
+            scored = min(start + int(rows.counts[i]), int(state.output_start[slot]) - 1) - start
+            for done in range(0, scored if kept is not None else 0, self._model.max_logits):
+                n = min(self._model.max_logits, scored - done)
+                first = int(rows.query_start[i]) + done
+                target = state.tokens[slot, start + done + 1 : start + done + 1 + n]
+                wanted = np.full(n, state.prompt_logprobs[slot], np.int32)
+                assert kept is not None
+                kept.extend(self._sampler.logprobs(self._logits(np.arange(first, first + n)), target, wanted))
+
+    def _sample(self, plan: StepPlan, rows: Rows) -> tuple[Ints, Ints, npt.NDArray[np.uint8], list[OutputRow]]:
+        """Draw all samples; per sample of the plan tokens accepted and end, then the tokens, then the log's rows."""
+        state, total = self.state, len(plan.sample_slots)
+        counts, ends = np.zeros(total, np.int32), np.zeros(total, np.uint8)
+        tokens, written = np.zeros(total, np.int32), []
+        first_sample = np.cumsum(plan.row_samples) - plan.row_samples
+        drawn = plan.row_samples[rows.index]
+        # One entry per sample: its place in the plan, its row of hidden states.
+        row_of = np.repeat(np.arange(len(rows.slots)), drawn)
+        within = np.arange(len(row_of)) - np.repeat(np.cumsum(drawn) - drawn, drawn)
+        sample = (first_sample[rows.index][row_of] + within).astype(np.intp)
+        alive = ~state.ended[plan.sample_slots[sample]]
+        sample, row_of = sample[alive], row_of[alive]
+        self._fork(plan.sample_slots[sample], rows, row_of)
+        hidden = rows.query_start[1:][row_of] - 1
+        for at in range(0, len(sample), self._model.max_logits):
+            part = slice(at, at + self._model.max_logits)
+            slots = plan.sample_slots[sample[part]]
+            token, status, logprobs = self._sampler.draw(self._logits(hidden[part]), slots)
+            for j, (where, slot) in enumerate(zip(sample[part].tolist(), slots.tolist(), strict=True)):
+                row = self._finish(slot, token[j], SampleStatus(status[j]), logprobs[j])
+                written.append(row)
+                ends[where] = row.end
+                if row.tokens:
+                    counts[where], tokens[where] = 1, row.tokens[0]
+        return counts, tokens[counts > 0], ends, written
+
+    def _fork(self, slots: Ints, rows: Rows, row_of: npt.NDArray[np.intp]) -> None:
+        """A sample for a slot other than its row's (rule R5): that slot shares what the row has computed."""
+        computed = (rows.starts + rows.counts)[row_of]
+        other = slots != rows.slots[row_of]
+        if not other.any():
+            return
+        if (self.state.num_tokens[slots[other]] != computed[other]).any():
+            raise PlanError("a forked sequence has not the tokens of the row it is sampled from")
+        self.state.num_computed[slots[other]] = computed[other]
+
+    def _finish(self, slot: int, token: int, status: SampleStatus, logprobs: TokenLogprobs | None) -> OutputRow:
+        """Append a drawn token, decide whether the sequence ends, and say so."""
+        state, sequence = self.state, self.state.sequence(slot)
+        position = int(state.num_tokens[slot] - state.output_start[slot])
+        who = (sequence.request_id, sequence.choice, sequence.attempt, position)
+        if status is not SampleStatus.FINE:
+            state.ended[slot] = True
+            return OutputRow(*who, (), int(EndReason.ERROR), problem=Problem(PROBLEMS[status]))
+        state.append(slot, token)
+        end, stop_token = EndReason.NONE, -1
+        if token in sequence.stop_ids and state.num_tokens[slot] > state.min_total[slot]:
+            end, stop_token = EndReason.STOP, token
+        elif state.num_tokens[slot] >= state.max_total[slot]:
+            end = EndReason.LENGTH
+        state.ended[slot] = end is not EndReason.NONE
+        prompt_logprobs = None
+        if position == 0 and sequence.prompt_logprobs is not None:
+            prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
+        return OutputRow(
+            *who, (token,), int(end), stop_token, None if logprobs is None else (logprobs,), prompt_logprobs
+        )
