@@ -64,7 +64,7 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
     max_model_len = _max_model_len(settings, spec)
     weights = load_weights(folder, spec, kernels, dtypes, _Progress())
     num_blocks, max_model_len = _pool(settings, page_bytes, block_size, max_model_len, max_num_seqs)
-    cache = KvCache(spec, num_blocks, block_size, dtypes.kv)
+    cache = KvCache(spec, num_blocks, block_size, dtypes.kv, kernels.empty)
     transformer = Transformer(
         spec,
         weights,
@@ -129,7 +129,9 @@ def _pool(
     except SettingError:
         num_blocks = blocks_for(1)
         shorter = min(max_model_len, num_blocks * block_size)
-        logger.warning("the KV cache holds %d tokens: the model length is lowered from %d to that", shorter, max_model_len)
+        logger.warning(
+            "the KV cache holds %d tokens: the model length is lowered from %d to that", shorter, max_model_len
+        )
         return num_blocks, shorter
 
 
