@@ -181,11 +181,19 @@ def _logprobs_from_proto(message: log_pb2.Logprobs) -> list[TokenLogprobs]:
     ids, values = unpack(message.top_ids).tolist(), unpack(message.top_values, "<f4").tolist()
     entries, start = [], 0
     rows = (unpack(message.sampled, "<f4"), unpack(message.ranks), unpack(message.top_counts))
+    _check_counts(rows[2], len(ids))
     for logprob, rank, count in zip(*(column.tolist() for column in rows), strict=True):
         top = tuple(zip(ids[start : start + count], values[start : start + count], strict=True))
         entries.append(TokenLogprobs(logprob, rank, top))
         start += count
     return entries
+
+
+def _check_counts(counts: npt.NDArray[np.generic], total: int) -> None:
+    """Counts that do not add up to the column they divide would shift what belongs to one row into another."""
+    column = counts.astype(np.int64)
+    if (column < 0).any() or int(column.sum()) != total:
+        raise MalformedEntryError("counts and the column they divide do not agree")
 
 
 def _problem_to_proto(problem: Problem) -> log_pb2.Problem:
@@ -309,6 +317,13 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
         unpack(batch.ends, "u1"),
         unpack(batch.stop_tokens),
     )
+    _check_counts(columns[4], len(tokens))
+    if (columns[3].astype(np.int64) < 0).any():
+        raise MalformedEntryError("a position is negative")
+    if logprobs is not None and len(logprobs) != len(tokens):
+        raise MalformedEntryError("tokens and their log-probabilities do not agree")
+    if any(row >= len(columns[0]) for row in notes):
+        raise MalformedEntryError("a note on a row that is not there")
     start = 0
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (serial, choice, attempt, position, count, end, stop_token) in enumerate(rows):
@@ -332,8 +347,6 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
             problem=_problem_from_proto(note.problem) if note and note.HasField("problem") else None,
         )
         start = stop
-    if start != len(tokens):
-        raise MalformedEntryError("counts and tokens do not agree")
 
 
 def _fence_event(message: log_pb2.Fence) -> FenceEvent:
@@ -348,14 +361,18 @@ def _fence_event(message: log_pb2.Fence) -> FenceEvent:
 
 def _snapshot_event(message: log_pb2.ChoiceState) -> SnapshotEvent:
     has_prompt = message.HasField("prompt_logprobs")
+    tokens = tuple(unpack(message.tokens).tolist())
+    logprobs = tuple(_logprobs_from_proto(message.logprobs)) if message.HasField("logprobs") else None
+    if logprobs is not None and len(logprobs) != len(tokens):
+        raise MalformedEntryError("tokens and their log-probabilities do not agree")
     return SnapshotEvent(
         serial=message.serial,
         choice=message.choice,
         attempt=Attempt(message.term, message.n),
-        tokens=tuple(unpack(message.tokens).tolist()),
+        tokens=tokens,
         end=EndReason(message.end),
         stop_token=message.stop_token,
-        logprobs=tuple(_logprobs_from_proto(message.logprobs)) if message.HasField("logprobs") else None,
+        logprobs=logprobs,
         prompt_logprobs=tuple(_logprobs_from_proto(message.prompt_logprobs)) if has_prompt else None,
         problem=_problem_from_proto(message.problem) if message.HasField("problem") else None,
     )

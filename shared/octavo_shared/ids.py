@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import NamedTuple
+
+# A serial is an unsigned 64-bit number in hex.
+_REQUEST_ID = re.compile(r"(.+)-(0|[1-9a-f][0-9a-f]{0,15})", re.DOTALL)
 
 
 class Attempt(NamedTuple):
@@ -30,12 +34,12 @@ class RequestId(NamedTuple):
         """Read ``"<log>-<serial in hex>"``.
 
         Raises:
-            ValueError: the text is not of that form.
+            ValueError: the text is not exactly what ``str`` of an id gives, so no request has two spellings.
         """
-        log, dash, serial = text.rpartition("-")
-        if not dash or not log:
+        match = _REQUEST_ID.fullmatch(text)
+        if match is None:
             raise ValueError(f"not a request id: {text!r}")
-        return cls(log, int(serial, 16))
+        return cls(match[1], int(match[2], 16))
 
 
 def mint_incarnation() -> str:

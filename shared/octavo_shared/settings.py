@@ -7,6 +7,7 @@ the environment, the environment over the default.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,7 +31,7 @@ _SUFFIXES = {
 def parse_count(value: Any) -> Any:
     """Read ``4k`` as 4,000 and ``4K`` as 4,096, as vLLM does; anything else passes through to pydantic."""
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmgtKMGT])(?:i?B)?\s*", value)):
-        return int(float(match[1]) * _SUFFIXES[match[2]])
+        return int(Decimal(match[1]) * _SUFFIXES[match[2]])
     return value
 
 

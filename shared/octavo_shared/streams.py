@@ -32,12 +32,12 @@ IDEMPOTENCY_TTL_S = 24 * 3600
 # Set-if-absent on the request id and, when given, on the tenant's idempotency key; only then the append (rule L6).
 # Returns the id that holds the place: the new one's, or the one that came first.
 _ADMIT = """
-if KEYS[3] ~= '' then
+if KEYS[3] then
   local first = redis.call('GET', KEYS[3])
   if first then return first end
 end
 if not redis.call('SET', KEYS[2], '', 'NX') then return ARGV[1] end
-if KEYS[3] ~= '' then redis.call('SET', KEYS[3], ARGV[1], 'EX', ARGV[3]) end
+if KEYS[3] then redis.call('SET', KEYS[3], ARGV[1], 'EX', ARGV[3]) end
 redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
 return ARGV[1]
 """
@@ -54,6 +54,12 @@ else
   redis.call('XTRIM', KEYS[1], 'MINID', '=', time .. '-' .. (tonumber(sequence) + 1))
 end
 return 1
+"""
+
+# Atomic, so that two schedulers that ask at once never get the same term.
+_NEXT_TERM = """
+if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+return redis.call('INCR', KEYS[1])
 """
 
 # Renew or release a lease, but only one's own.
@@ -106,7 +112,8 @@ class Keys:
         return self._key("request", str(request_id))
 
     def idempotency(self, tenant: str, key: str) -> str:
-        return self._key("idempotency", tenant, key)
+        # The tenant's length first: no other tenant can choose a key that spells the same name.
+        return self._key("idempotency", str(len(tenant)), tenant, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,7 @@ class Streams:
         self.keys = Keys(model)
         self._admit = client.register_script(_ADMIT)
         self._trim = client.register_script(_TRIM)
+        self._next_term = client.register_script(_NEXT_TERM)
         self._renew = client.register_script(_RENEW)
         self._release = client.register_script(_RELEASE)
 
@@ -146,9 +154,11 @@ class Streams:
 
     async def admit(self, record: RequestRecord) -> RequestId:
         """Append a request unless its id or idempotency key is taken; returns the id that holds the place."""
-        idempotency = self.keys.idempotency(record.tenant, record.idempotency_key) if record.idempotency_key else ""
+        keys = [self.keys.requests, self.keys.request(record.id)]
+        if record.idempotency_key:
+            keys.append(self.keys.idempotency(record.tenant, record.idempotency_key))
         holder = await self._admit(
-            keys=[self.keys.requests, self.keys.request(record.id), idempotency],
+            keys=keys,
             args=[str(record.id), encode_request(record), IDEMPOTENCY_TTL_S],
         )
         return RequestId.parse(holder.decode())
@@ -172,7 +182,7 @@ class Streams:
         cursor: bytes | str = "0-0"
         while True:
             reply = await self.client.xautoclaim(self.keys.requests, GROUP, consumer, 0, cursor, count=256)
-            entries += [(entry_id, fields[FIELD]) for entry_id, fields in reply[1] if fields]
+            entries += [(entry_id, fields.get(FIELD, b"")) for entry_id, fields in reply[1] if fields]
             cursor = reply[0]
             if cursor in (b"0-0", "0-0"):
                 return entries
@@ -266,9 +276,7 @@ class Streams:
 
     async def next_term(self, at_least: int = 0) -> int:
         """A term greater than every one before, and than ``at_least``."""
-        while (term := int(await self.client.incr(self.keys.term))) <= at_least:
-            await self.client.set(self.keys.term, at_least)
-        return term
+        return int(await self._next_term(keys=[self.keys.term], args=[at_least]))
 
     async def publish_limits(self, limits: ModelLimits) -> None:
         """Tell gateways what can be served."""

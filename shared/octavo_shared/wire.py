@@ -195,20 +195,30 @@ def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
         restores=_moves_from_proto(message.restores),
         **{name: _ints(getattr(message, name)) for name in _PLAN_ARRAYS},
     )
-    rows = {len(plan.row_slots), len(plan.row_starts), len(plan.row_tokens), len(plan.row_samples)}
-    if (
-        len(rows) != 1
-        or len(plan.grow_slots) != len(plan.grow_blocks)
-        or plan.row_samples.sum() != len(plan.sample_slots)
+    rows = len(plan.row_slots)
+    if not (
+        rows == len(plan.row_starts) == len(plan.row_tokens) == len(plan.row_samples)
+        and len(plan.grow_slots) == len(plan.grow_blocks)
+        and len(plan.swap_slots) == len(plan.swap_indices) == len(plan.swap_blocks)
+        and _adds_up(plan.row_samples, len(plan.sample_slots))
+        and len(plan.row_drafts) in (0, rows)
+        and (not len(plan.draft_tokens) or _adds_up(plan.row_drafts, len(plan.draft_tokens)))
     ):
         raise ValueError("columns of a plan do not fit together")
     return plan
 
 
+def _adds_up(counts: Int32Array, total: int) -> bool:
+    return int(counts.sum()) == total and not (counts < 0).any()
+
+
 def _moves_from_proto(message: pb.PageMoves) -> PageMoves:
-    if not message.source:
+    if not (message.source or message.destination or message.generations):
         return NO_MOVES
-    return PageMoves(_ints(message.source), _ints(message.destination), np.frombuffer(message.generations, "<u4"))
+    moves = PageMoves(_ints(message.source), _ints(message.destination), np.frombuffer(message.generations, "<u4"))
+    if not len(moves.source) == len(moves.destination) == len(moves.generations):
+        raise ValueError("columns of page moves do not fit together")
+    return moves
 
 
 def _sequence_to_proto(sequence: NewSequence) -> pb.NewSequence:
@@ -286,6 +296,6 @@ def _result_from_proto(message: pb.StepResult) -> StepResult:
         message=message.message,
         timings=StepTimings(timings.wait_s, timings.prepare_s, timings.forward_s, timings.sample_s, timings.publish_s),
     )
-    if len(result.ends) != len(result.sample_counts) or result.sample_counts.sum() != len(result.tokens):
+    if len(result.ends) != len(result.sample_counts) or not _adds_up(result.sample_counts, len(result.tokens)):
         raise ValueError("columns of a result do not fit together")
     return result
