@@ -1,0 +1,360 @@
+"""Log entries, requests and aborts: what goes in comes out, and bytes that are none are refused, all in one way."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from octavo_shared.entries import (
+    MalformedEntryError,
+    decode_abort,
+    decode_entry,
+    decode_request,
+    encode_abort,
+    encode_fences,
+    encode_request,
+    encode_snapshot,
+    encode_tokens,
+)
+from octavo_shared.fold import FenceEvent, SnapshotEvent, TokenEvent
+from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow
+from octavo_shared.proto import log_pb2, request_pb2
+from octavo_shared.records import AbortRecord, EndReason, Problem, RequestRecord, SamplingParams, TokenLogprobs
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+COUNT = st.integers(0, 2**31 - 1)
+UINT32 = st.integers(0, 2**32 - 1)
+UINT64 = st.integers(0, 2**64 - 1)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT = st.floats(allow_nan=False)
+FLOAT32 = st.floats(allow_nan=False, width=32)
+TEXT = st.text(max_size=8)
+LOGS = st.text(min_size=1, max_size=8)
+IDS = st.builds(RequestId, LOGS, UINT64)
+ENDS = st.sampled_from(list(EndReason))
+PROBLEMS = st.builds(Problem, TEXT, st.integers(0, 999), TEXT, TEXT, TEXT)
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    FLOAT32,
+    st.integers(1, 2**31 - 1),
+    st.lists(st.tuples(INT32, FLOAT32), max_size=3).map(tuple),
+)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=FLOAT,
+    top_p=FLOAT,
+    top_k=INT32,
+    min_p=FLOAT,
+    presence_penalty=FLOAT,
+    frequency_penalty=FLOAT,
+    repetition_penalty=FLOAT,
+    seed=UINT64,
+    max_tokens=INT32,
+    min_tokens=INT32,
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(INT32, max_size=3).map(tuple),
+    logit_bias=st.lists(st.tuples(INT32, FLOAT32), max_size=3).map(tuple),
+    logprobs=st.none() | INT32,
+    prompt_logprobs=st.none() | INT32,
+    grammar=TEXT,
+)
+REQUESTS = st.builds(
+    RequestRecord,
+    id=IDS,
+    arrival_us=INT64,
+    prompt=st.lists(INT32, min_size=1, max_size=9).map(lambda tokens: np.array(tokens, np.int32)),
+    sampling=SAMPLING,
+    n=st.integers(1, 2**32 - 1),
+    priority=INT32,
+    tenant=TEXT,
+    cache_salt=TEXT,
+    lora=TEXT,
+    deadline_us=INT64,
+    traceparent=TEXT,
+    tracestate=TEXT,
+    idempotency_key=TEXT,
+    owner_generation=UINT32,
+    stop=st.lists(TEXT, max_size=3).map(tuple),
+    include_stop_str_in_output=st.booleans(),
+    presentation=st.binary(max_size=9),
+)
+
+
+def fields(record: object) -> dict[str, object]:
+    """A record's fields, arrays as lists, so that records can be compared."""
+    values = {name: getattr(record, name) for name in record.__dataclass_fields__}  # type: ignore[attr-defined]
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+@given(REQUESTS)
+def test_a_request_comes_back_the_same(record: RequestRecord) -> None:
+    back = decode_request(encode_request(record))
+    assert fields(back) == fields(record)
+    assert back.prompt.dtype == np.int32
+
+
+def test_an_absent_log_probability_is_not_zero() -> None:
+    for wanted in (None, 0, 5):
+        sampling = SamplingParams(logprobs=wanted, prompt_logprobs=wanted)
+        record = RequestRecord(RequestId("g", 1), 0, np.array([1], np.int32), sampling)
+        back = decode_request(encode_request(record)).sampling
+        assert (back.logprobs, back.prompt_logprobs) == (wanted, wanted)
+
+
+@given(st.builds(AbortRecord, IDS, INT32, UINT32, TEXT))
+def test_an_abort_comes_back_the_same(record: AbortRecord) -> None:
+    assert decode_abort(encode_abort(record)) == record
+
+
+@st.composite
+def output_rows(draw: st.DrawFn) -> OutputRow:
+    tokens = tuple(draw(st.lists(INT32, max_size=4)))
+    return OutputRow(
+        request_id=RequestId("g", draw(UINT64)),
+        choice=draw(INT32),
+        attempt=draw(UINT32),
+        position=draw(COUNT),
+        tokens=tokens,
+        end=draw(ENDS),
+        stop_token=draw(INT32),
+        logprobs=draw(st.none() | st.tuples(*[LOGPROBS] * len(tokens))),
+        prompt_logprobs=draw(st.none() | st.lists(LOGPROBS, max_size=3).map(tuple)),
+        problem=draw(st.none() | PROBLEMS),
+    )
+
+
+@given(st.lists(output_rows(), max_size=5), UINT64)
+def test_a_steps_output_comes_back_the_same(rows: list[OutputRow], term: int) -> None:
+    events = decode_entry(encode_tokens(rows, term=term, executor="e", epoch=3, step=4))
+    assert events == [
+        TokenEvent(
+            serial=row.request_id.serial,
+            choice=row.choice,
+            attempt=Attempt(term, row.attempt),
+            position=row.position,
+            tokens=row.tokens,
+            end=EndReason(row.end),
+            stop_token=row.stop_token,
+            # A row without tokens has no log-probabilities to tell of.
+            logprobs=row.logprobs or None,
+            prompt_logprobs=row.prompt_logprobs,
+            problem=row.problem,
+        )
+        for row in rows
+    ]
+
+
+def test_infinite_log_probabilities_survive() -> None:
+    probs = (TokenLogprobs(-math.inf, 7, ((1, -math.inf),)),)
+    row = OutputRow(RequestId("g", 1), 0, 1, 0, (5,), logprobs=probs)
+    (event,) = decode_entry(encode_tokens([row], term=1, executor="e", epoch=1, step=1))
+    assert isinstance(event, TokenEvent)
+    assert event.logprobs == probs
+
+
+ATTEMPTS = st.builds(Attempt, UINT64, UINT32)
+
+
+@given(st.lists(st.builds(FenceEvent, UINT64, INT32, ATTEMPTS, ENDS, st.none() | PROBLEMS), max_size=4))
+def test_fences_come_back_the_same(fences: list[FenceEvent]) -> None:
+    assert decode_entry(encode_fences(fences)) == fences
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> SnapshotEvent:
+    tokens = tuple(draw(st.lists(INT32, max_size=4)))
+    return SnapshotEvent(
+        serial=draw(UINT64),
+        choice=draw(INT32),
+        attempt=draw(ATTEMPTS),
+        tokens=tokens,
+        end=draw(ENDS),
+        stop_token=draw(INT32),
+        logprobs=draw(st.none() | st.tuples(*[LOGPROBS] * len(tokens))),
+        prompt_logprobs=draw(st.none() | st.lists(LOGPROBS, max_size=3).map(tuple)),
+        problem=draw(st.none() | PROBLEMS),
+    )
+
+
+@given(st.lists(snapshots(), max_size=4))
+def test_snapshots_come_back_the_same(states: list[SnapshotEvent]) -> None:
+    assert decode_entry(encode_snapshot(states)) == states
+
+
+# --- what is none -----------------------------------------------------------------------------------------------------
+
+DECODERS = [decode_request, decode_abort, decode_entry]
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@given(st.binary(max_size=60))
+def test_garbage_is_refused_in_one_way(decode: object, data: bytes) -> None:
+    with contextlib.suppress(MalformedEntryError):
+        decode(data)  # type: ignore[operator]
+
+
+def _valid() -> list[tuple[object, bytes]]:
+    probs = (TokenLogprobs(-1.0, 1, ((4, -1.0), (5, -2.0))), TokenLogprobs(-2.0, 2))
+    rows = [
+        OutputRow(RequestId("g", 1), 0, 1, 0, (4, 5), logprobs=probs, prompt_logprobs=probs),
+        OutputRow(RequestId("g", 2), 1, 1, 7, (6,), end=3, problem=Problem("p")),
+    ]
+    record = RequestRecord(
+        RequestId("g", 1), 5, np.array([1, 2, 3], np.int32), SamplingParams(logit_bias=((1, 0.5), (2, 1.5)))
+    )
+    return [
+        (decode_entry, encode_tokens(rows, term=1, executor="e", epoch=1, step=1)),
+        (decode_entry, encode_fences([FenceEvent(1, 0, Attempt(2, 1), EndReason.ABORT, Problem("p"))])),
+        (decode_entry, encode_snapshot([SnapshotEvent(1, 0, Attempt(2, 1), (4, 5), logprobs=probs)])),
+        (decode_request, encode_request(record)),
+        (decode_abort, encode_abort(AbortRecord(RequestId("g", 1)))),
+    ]
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 4), st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["flip", "cut", "double"]))
+def test_damaged_entries_are_refused_or_read(which: int, place: int, byte: int, damage: str) -> None:
+    decode, data = _valid()[which]
+    place %= len(data)
+    if damage == "flip":
+        data = data[:place] + bytes([byte]) + data[place + 1 :]
+    else:
+        data = data[:place] if damage == "cut" else data + data[place:]
+    with contextlib.suppress(MalformedEntryError):
+        decode(data)  # type: ignore[operator]
+
+
+def _ints(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def _batch(**changes: object) -> bytes:
+    """A batch of two rows with 2 and 1 tokens, changed."""
+    columns: dict[str, object] = {
+        "term": 1,
+        "serials": np.array([1, 2], "<u8").tobytes(),
+        "choices": _ints(0, 0),
+        "attempts": _ints(1, 1),
+        "positions": _ints(0, 0),
+        "counts": _ints(2, 1),
+        "tokens": _ints(7, 8, 9),
+        "ends": bytes([0, 0]),
+        "stop_tokens": _ints(-1, -1),
+    }
+    return log_pb2.LogEntry(tokens=log_pb2.TokenBatch(**columns | changes)).SerializeToString()  # type: ignore[arg-type]
+
+
+def _probs(sampled: int, ranks: int, top_counts: tuple[int, ...], ids: int, values: int) -> log_pb2.Logprobs:
+    return log_pb2.Logprobs(
+        sampled=np.full(sampled, -1, "<f4").tobytes(),
+        ranks=_ints(*[1] * ranks),
+        top_counts=_ints(*top_counts),
+        top_ids=_ints(*range(ids)),
+        top_values=np.zeros(values, "<f4").tobytes(),
+    )
+
+
+def test_the_unchanged_batch_is_read() -> None:
+    assert [event.tokens for event in decode_entry(_batch())] == [(7, 8), (9,)]  # type: ignore[union-attr]
+    assert len(decode_entry(_batch(logprobs=_probs(3, 3, (1, 0, 2), 3, 3)))) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choices": _ints(0)},
+        {"attempts": _ints(1, 1, 1)},
+        {"serials": b"1234567"},
+        {"counts": _ints(2, 2)},
+        {"counts": _ints(1, 1)},
+        {"counts": _ints(4, -1)},
+        {"tokens": _ints(7, 8)},
+        {"tokens": _ints(7, 8, 9) + b"x"},
+        {"positions": _ints(0, -1)},
+        {"ends": bytes([0, 77])},
+        {"ends": bytes([0])},
+        {"notes": [log_pb2.RowNote(row=2)]},
+        {"logprobs": _probs(2, 2, (0, 0), 0, 0)},
+        {"logprobs": _probs(4, 4, (0, 0, 0, 0), 0, 0)},
+        {"logprobs": _probs(3, 2, (0, 0, 0), 0, 0)},
+        {"logprobs": _probs(3, 3, (1, 1, 1), 2, 2)},
+        {"logprobs": _probs(3, 3, (1, 1, 1), 4, 4)},
+        {"logprobs": _probs(3, 3, (1, 1, 1), 3, 2)},
+        {"logprobs": _probs(3, 3, (4, -1, 0), 3, 3)},
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(MalformedEntryError):
+        decode_entry(_batch(**changes))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        log_pb2.LogEntry(),
+        log_pb2.LogEntry(fences=log_pb2.FenceBatch(fences=[log_pb2.Fence(end=77)])),  # type: ignore[arg-type]
+        log_pb2.LogEntry(snapshot=log_pb2.Snapshot(choices=[log_pb2.ChoiceState(tokens=b"abc")])),
+        log_pb2.LogEntry(
+            snapshot=log_pb2.Snapshot(
+                choices=[log_pb2.ChoiceState(tokens=_ints(1, 2), logprobs=_probs(1, 1, (0,), 0, 0))]
+            )
+        ),
+    ],
+)
+def test_entries_that_mean_nothing_are_refused(entry: log_pb2.LogEntry) -> None:
+    with pytest.raises(MalformedEntryError):
+        decode_entry(entry.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": b""},
+        {"prompt": b"abc"},
+        {"n": 0},
+        {"id": ""},
+        {"id": "g"},
+        {"id": "-1"},
+        {"id": "g-"},
+        {"id": "g-xyz"},
+        {"id": "g-0x1"},
+        {"id": "g-1F"},
+        {"id": "g-01"},
+        {"id": "g- 1"},
+        {"id": "g-1_1"},
+        {"id": "g-10000000000000000"},
+        {"sampling": request_pb2.SamplingParams(logit_bias_ids=[1, 2], logit_bias_values=[1.0])},
+    ],
+)
+def test_requests_that_mean_nothing_are_refused(changes: dict[str, object]) -> None:
+    fields_: dict[str, object] = {"id": "g-1", "prompt": _ints(1), "n": 1}
+    decode_request(request_pb2.RequestRecord(**fields_).SerializeToString())  # type: ignore[arg-type]
+    with pytest.raises(MalformedEntryError):
+        decode_request(request_pb2.RequestRecord(**fields_ | changes).SerializeToString())  # type: ignore[arg-type]
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+@given(IDS)
+def test_an_id_is_read_back(request_id: RequestId) -> None:
+    assert RequestId.parse(str(request_id)) == request_id
+
+
+@given(st.text(alphabet="g-0123af x", max_size=8))
+def test_an_id_has_one_spelling(text: str) -> None:
+    try:
+        parsed = RequestId.parse(text)
+    except ValueError:
+        return
+    assert str(parsed) == text
+
+
+def test_attempts_are_ordered() -> None:
+    assert Attempt(1, 9) < Attempt(2, 0) < Attempt(2, 1)
