@@ -143,7 +143,9 @@ class Streams:
         """A client of its own for ``url``; nothing is sent yet."""
         # The handshake for maintenance notifications (a hosted-Redis feature) swallows cancellations.
         quiet = MaintNotificationsConfig(enabled=False)
-        client = redis.asyncio.Redis.from_url(url, socket_keepalive=True, maint_notifications_config=quiet)
+        # A connection over a unix socket refuses this option outright.
+        keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
+        client = redis.asyncio.Redis.from_url(url, maint_notifications_config=quiet, **keepalive)
         return cls(client, model)
 
     async def close(self) -> None:
