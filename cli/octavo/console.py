@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from typing import Any
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from octavo.progress import console
 
-# A service tells how far it is with a line of its own: this, then {"stage": str, "fraction": float}.
-PROGRESS_PREFIX = "@progress "
+# How an executor's log tells how far it is.
+_LOADING = re.compile(r"loading weights:\s+(\d+) %")
 _COLOURS = {"redis": "red", "scheduler": "yellow", "executor": "magenta", "gateway": "cyan"}
 
 
@@ -21,8 +20,6 @@ class StackConsole:
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._stages_told: set[str] = set()
-        self._is_ready = False
 
     def __enter__(self) -> StackConsole:
         if console.is_terminal:
@@ -41,19 +38,11 @@ class StackConsole:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, text: str) -> bool:
-        """Take a child's line if it is a progress line."""
-        if not text.startswith(PROGRESS_PREFIX):
+        """Move the bar if a child's line says how far loading is; without a bar the line itself is shown."""
+        found = _LOADING.search(text)
+        if found is None or self._bar is None or self._task is None:
             return False
-        try:
-            update: dict[str, Any] = json.loads(text[len(PROGRESS_PREFIX) :])
-            stage, fraction = str(update["stage"]), float(update["fraction"])
-        except (ValueError, KeyError, TypeError):
-            return False
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=stage, completed=fraction)
-        elif stage not in self._stages_told:
-            self._stages_told.add(stage)
-            console.print(stage, markup=False, highlight=False)
+        self._bar.update(self._task, description="Loading weights", completed=int(found[1]) / 100)
         return True
 
     def ready(self, text: str) -> None:

@@ -103,9 +103,9 @@ def print_report(
         totals.add_row(label, format(result[key], form))
     console.print(totals)
     latencies = Table("Milliseconds", title_style="bold")
-    for heading in ("mean", "median", *(f"p{p:g}" for p in percentiles)):
+    for heading in ("mean", *(f"p{p:g}" for p in percentiles)):
         latencies.add_column(heading, justify="right")
     for name in metrics:
-        keys = (f"mean_{name}_ms", f"median_{name}_ms", *(f"p{p:g}_{name}_ms" for p in percentiles))
+        keys = (f"mean_{name}_ms", *(f"p{p:g}_{name}_ms" for p in percentiles))
         latencies.add_row(METRICS[name], *(format(result[key], ".2f") for key in keys))
     console.print(latencies)
