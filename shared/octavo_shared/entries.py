@@ -9,12 +9,14 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from octavo_shared.fold import FenceEvent, LogEvent, SnapshotEvent, TokenEvent
-from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.ids import NO_ATTEMPT, Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import AbortRecord, EndReason, Problem, RequestRecord, SamplingParams, TokenLogprobs
 
 NO_LOGPROB = TokenLogprobs(float("nan"), 0)
+# By number; cheaper than calling the enumeration.
+_ENDS = tuple(EndReason)
 
 
 class MalformedEntryError(ValueError):
@@ -325,26 +327,23 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
     if any(row >= len(columns[0]) for row in notes):
         raise MalformedEntryError("a note on a row that is not there")
     start = 0
+    # This runs once per token of every request of a gateway: hence no keyword arguments and no needless objects.
+    term, current = batch.term, NO_ATTEMPT
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (serial, choice, attempt, position, count, end, stop_token) in enumerate(rows):
         stop = start + count
-        own = None
+        if attempt != current.n or term != current.term:
+            current = Attempt(term, attempt)
+        own, prompt, problem = None, None, None
         if logprobs is not None and count and logprobs[start].rank:
             own = tuple(logprobs[start:stop])
-        note = notes.get(row)
+        if notes and (note := notes.get(row)) is not None:
+            if note.HasField("prompt_logprobs"):
+                prompt = tuple(_logprobs_from_proto(note.prompt_logprobs))
+            if note.HasField("problem"):
+                problem = _problem_from_proto(note.problem)
         yield TokenEvent(
-            serial=serial,
-            choice=choice,
-            attempt=Attempt(batch.term, attempt),
-            position=position,
-            tokens=tuple(tokens[start:stop]),
-            end=EndReason(end),
-            stop_token=stop_token,
-            logprobs=own,
-            prompt_logprobs=(
-                tuple(_logprobs_from_proto(note.prompt_logprobs)) if note and note.HasField("prompt_logprobs") else None
-            ),
-            problem=_problem_from_proto(note.problem) if note and note.HasField("problem") else None,
+            serial, choice, current, position, tuple(tokens[start:stop]), _ENDS[end], stop_token, own, prompt, problem
         )
         start = stop
 
