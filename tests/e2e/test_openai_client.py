@@ -8,13 +8,13 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
-from conftest import Stack
+from e2e_stack import Stack
 
 from octavo_shared.ids import RequestId
 
@@ -107,16 +107,21 @@ def test_a_duplicated_client_id_is_only_a_label(stack: Stack, model: str) -> Non
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
 
 
-def test_the_limit_to_the_token(stack: Stack, client: openai.OpenAI, model: str) -> None:
-    limit = httpx.get(f"{stack.url}/v1/models").json()["data"][0]["max_model_len"]
-    fits = client.completions.create(model=model, prompt=[5] * (limit - 1), max_tokens=1)
-    assert fits.usage is not None
-    assert (fits.usage.prompt_tokens, fits.choices[0].finish_reason) == (limit - 1, "length")
-    for tokens in (limit, limit + 1):
-        with pytest.raises(openai.BadRequestError) as refusal:
-            client.completions.create(model=model, prompt=[5] * tokens, max_tokens=1)
-        assert f"maximum context length is {limit} tokens" in str(refusal.value)
-        assert refusal.value.code == "context_length_exceeded"
+def test_the_limit_to_the_token(start_stack: Callable[..., Stack]) -> None:
+    limit = 300
+    short = start_stack("--max-model-len", str(limit), "--served-model-name", "short")
+    with openai.OpenAI(base_url=f"{short.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        assert httpx.get(f"{short.url}/v1/models").json()["data"][0]["max_model_len"] == limit
+        fits = client.completions.create(model="short", prompt=[5] * (limit - 1), max_tokens=1)
+        assert fits.usage is not None
+        assert (fits.usage.prompt_tokens, fits.choices[0].finish_reason) == (limit - 1, "length")
+        for tokens in (limit, limit + 1):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                client.completions.create(model="short", prompt=[5] * tokens, max_tokens=1)
+            assert f"maximum context length is {limit} tokens" in str(refusal.value)
+            assert refusal.value.code == "context_length_exceeded"
+    short.wait_idle()
+    short.stop()
 
 
 def test_a_27_mb_body_is_refused_and_health_stays_quick(stack: Stack) -> None:
@@ -162,8 +167,8 @@ class RawStream:
         self.socket.close()
 
 
-def test_a_disconnect_in_any_phase_frees_everything(start_stack, model_folder) -> None:  # type: ignore[no-untyped-def]
-    stack: Stack = start_stack("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--served-model-name", "small")
+def test_a_disconnect_in_any_phase_frees_everything(start_stack: Callable[..., Stack]) -> None:
+    stack = start_stack("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--served-model-name", "small")
     body = {"model": "small", "stream": True, "ignore_eos": True, "max_tokens": 2000}
     decoding = [RawStream(stack, {**body, "prompt": [7 + i] * 20}) for i in range(2)]
     for stream in decoding:
@@ -183,6 +188,7 @@ def test_a_disconnect_in_any_phase_frees_everything(start_stack, model_folder) -
     decoding[1].cut()
     stack.wait_idle()
     assert stack.metric("vllm:request_success_total", finished_reason="abort") == 4
+    stack.stop()
 
 
 def wait_for_metric(stack: Stack, name: str, value: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from conftest import Stack
+from e2e_stack import Stack
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
