@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from octavo_gateway.choice_view import ChoiceView
+from octavo_gateway.token_metrics import TokenMetrics
 from octavo_shared.records import RequestRecord
 
 TTFT_BUCKETS_S = (
@@ -43,14 +44,14 @@ class GatewayMetrics:
         self._labels = (model_name, ENGINE)
         lengths = token_buckets(longest_tokens)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have begun.")
-        self._generation_tokens = self._counter("generation_tokens", "Output tokens.")
+        self._tokens = TokenMetrics(self._labels, TOKEN_BUCKETS_S)
+        self.registry.register(self._tokens)
         self._success = Counter(
             "vllm:request_success", "Choices that ended, by why.", ["model_name", "engine", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
         self._by_reason = {reason: self._success.labels(*self._labels, reason) for reason in FINISH_REASONS}
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a choice.", TOKEN_BUCKETS_S)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time between a choice's tokens.", TOKEN_BUCKETS_S
         )
@@ -85,16 +86,14 @@ class GatewayMetrics:
 
     def tokens_came(self, view: ChoiceView, count: int, arrival_s: float, now_s: float) -> None:
         """``count`` > 0 more tokens of a choice have come together; times are of the monotonic clock."""
-        self._generation_tokens.inc(count)
+        self._tokens.add_tokens(count)
         if view.first_token_s:
-            gap_s = (now_s - view.last_token_s) / count
+            self._tokens.observe_gap((now_s - view.last_token_s) / count, count)
         else:
-            self._ttft.observe(now_s - arrival_s)
             view.first_token_s = now_s
-            gap_s = 0.0
-            count -= 1
-        for _ in range(count):
-            self._itl.observe(gap_s)
+            self._ttft.observe(now_s - arrival_s)
+            if count > 1:
+                self._tokens.observe_gap(0.0, count - 1)
         view.last_token_s = now_s
 
     def choice_ended(self, view: ChoiceView, arrival_s: float, now_s: float) -> None:

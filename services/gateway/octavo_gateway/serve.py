@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -73,6 +74,9 @@ def run(settings: GatewaySettings) -> None:
     """
     setup_logging("gateway", settings.log_level)
     server = Server(settings)
+    # What is there now stays for good: the collector need not walk the vocabulary again and again.
+    gc.collect()
+    gc.freeze()
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
