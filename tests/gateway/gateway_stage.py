@@ -7,13 +7,14 @@ fences to the gateway's log, acts on aborts, acknowledges, and publishes limits.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -238,12 +239,27 @@ class Stage:
     engine: Engine
     client: httpx.Client
     settings: GatewaySettings
-    extra: dict[str, Any] = field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def url(self) -> str:
         """Where the gateway listens."""
         return str(self.client.base_url)
+
+    def check(self) -> None:
+        """The gateway's own consistency check, run where its state cannot change meanwhile."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def check() -> None:
+            try:
+                self.server.gateway.reader.check_integrity()
+                done.set_result(None)
+            except AssertionError as error:
+                done.set_exception(error)
+
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(check)
+        done.result(10)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """POST a JSON body."""
@@ -286,8 +302,11 @@ def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
     settings = load_settings(GatewaySettings, **flags)
     server = Server(settings)
 
+    loops: list[asyncio.AbstractEventLoop] = []
+
     def serve() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            loops.append(runner.get_loop())
             runner.run(server.serve())
 
     thread = threading.Thread(target=serve, daemon=True)
@@ -296,7 +315,7 @@ def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
         eventually(lambda: server.started, "the gateway listens")
         with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
             eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
-            yield Stage(server, engine, client, settings)
+            yield Stage(server, engine, client, settings, loops[0])
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import signal
 import subprocess
@@ -154,6 +155,74 @@ def test_events_of_forgotten_requests_and_broken_entries_do_no_harm(make_stage: 
         eventually(lambda: reader.malformed_entries == 1, "the broken entry is counted")
         assert not reader._fold.choices
         assert stage.post("/v1/completions", prompt="x", max_tokens=3).status_code == 200
+
+
+def test_a_request_that_redis_forgot_fails_instead_of_hanging(make_stage: MakeStage) -> None:
+    gate = threading.Event()
+    with make_stage() as stage:
+        stage.engine.reply = lambda record, choice: Reply([70] * 9, gate=gate, before_gate=2)
+        name = stage.server.gateway.reader.incarnation
+
+        async def forget(streams: Streams) -> None:
+            await streams.client.delete(streams.keys.log(name), streams.keys.request(stage.engine.records[0].id))
+
+        with stage.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            with_streams(stage, forget)
+            text = answer.read().decode()
+        assert '"message":"The request was lost."' in text
+        assert text.endswith("data: [DONE]\n\n")
+        gate.set()
+
+
+def test_a_storm_leaves_nothing_behind(make_stage: MakeStage) -> None:
+    rng = random.Random(5)
+    with make_stage() as stage:
+        stage.engine.step_s = 0.001
+
+        async def one(client: httpx.AsyncClient, number: int) -> None:
+            stream = rng.random() < 0.6
+            body: dict[str, Any] = {
+                "prompt": [[number + 3, place + 1] for place in range(rng.choice([1, 1, 3]))],
+                "max_tokens": rng.randint(1, 60),
+                "n": rng.choice([1, 1, 4]),
+                "stream": stream,
+                "logprobs": rng.choice([None, 2]),
+                "stop": rng.choice([None, "never seen", "e"]),
+                "echo": rng.random() < 0.2,
+            }
+            patience_s = rng.choice([None, None, 0.001, 0.02, 0.1])
+            await asyncio.sleep(rng.random() / 5)
+            try:
+                async with asyncio.timeout(patience_s):
+                    if not stream:
+                        answer = await client.post("/v1/completions", json=body)
+                        assert answer.status_code == 200
+                        assert len(answer.json()["choices"]) == body["n"] * len(body["prompt"])
+                        return
+                    async with client.stream("POST", "/v1/completions", json=body) as answer:
+                        assert answer.status_code == 200
+                        text = (await answer.aread()).decode()
+                    assert text.endswith("data: [DONE]\n\n")
+                    ends = re.findall('"finish_reason":"(length|stop)"', text)
+                    assert len(ends) == body["n"] * len(body["prompt"])
+            except TimeoutError:
+                # Its patience is over: it leaves.
+                pass
+
+        async def main() -> None:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=stage.url, timeout=60, limits=limits) as client:
+                await asyncio.gather(*(one(client, number) for number in range(64)))
+
+        asyncio.run(main())
+        reader = stage.server.gateway.reader
+        eventually(lambda: stage.engine.live == 0 and reader.live == 0, "everything ends")
+        stage.check()
+        eventually(lambda: log_length(stage) == 0 and not reader._choices, "everything is forgotten")
+        found = samples(stage)
+        ended = sum(value for name, value in found.items() if name.startswith("vllm:request_success_total"))
+        assert ended == found["vllm:request_generation_tokens_count"]
+        assert found["vllm:generation_tokens_total"] == found["vllm:request_generation_tokens_sum"]
 
 
 # --- lease and leaving ------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ class Admission:
         except BaseException:
             self._reader.part(watcher, abort="disconnect")
             raise
+        watcher.admitted = True
         return Submission(records, watcher)
 
     def _mint_seed(self) -> int:

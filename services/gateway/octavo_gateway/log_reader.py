@@ -10,9 +10,9 @@ from redis.exceptions import RedisError
 
 from octavo_gateway.watcher import Watcher
 from octavo_shared.entries import encode_snapshot
-from octavo_shared.fold import LogFold
-from octavo_shared.ids import RequestId, mint_incarnation
-from octavo_shared.records import AbortRecord, EndReason
+from octavo_shared.fold import FenceEvent, LogFold
+from octavo_shared.ids import Attempt, RequestId, mint_incarnation
+from octavo_shared.records import AbortRecord, EndReason, Problem
 from octavo_shared.streams import LogPage, Streams
 
 BLOCK_MS = 1000
@@ -76,6 +76,16 @@ class LogReader:
     def live(self) -> int:
         """Requests somebody waits for."""
         return len(self._watchers)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the bookkeeping contradicts itself."""
+        watched = set(self._watchers)
+        assert not watched & self._parted, "a request is both waited for and parted from"
+        assert set(self._choices) == watched | self._parted, "a request's choices are unknown or left over"
+        for serial, index in self._fold.choices:
+            assert serial in self._choices, f"request {serial} is forgotten but folded"
+            assert 0 <= index < self._choices[serial], f"request {serial} has no choice {index}"
+        assert all(0 < serial < self._next_serial for serial in self._choices), "a serial was never given"
 
     def _ended(self, serial: int) -> bool:
         return all(
@@ -149,6 +159,8 @@ class LogReader:
     async def _trim_if_due(self, *, quiet: bool) -> None:
         if self._parted and quiet:
             await self._forget_acknowledged()
+        if self._watchers and quiet:
+            await self._fail_lost()
         if self._pages_since_trim >= TRIM_PAGES or (quiet and self._pages_since_trim):
             await self.trim()
 
@@ -159,6 +171,32 @@ class LogReader:
                 self._parted.discard(request_id.serial)
                 self._choices.pop(request_id.serial, None)
                 self._fold.forget(request_id.serial)
+
+    async def _fail_lost(self) -> None:
+        """Fail requests that are acknowledged though the log has no end for them.
+
+        That happens when this process was thought dead and its log deleted, or when Redis lost its memory.
+        """
+        waiting = [
+            RequestId(self.incarnation, serial)
+            for serial, watcher in self._watchers.items()
+            if watcher.admitted and not self._ended(serial)
+        ]
+        known = await self._streams.unfinished(waiting)
+        gone = [request_id.serial for request_id, unfinished in zip(waiting, known, strict=True) if not unfinished]
+        if not gone:
+            return
+        # Their ends may have been logged since the last page was read.
+        self._take(await self._streams.read_log(self.incarnation, self._after))
+        for serial in gone:
+            for index in range(self._choices.get(serial, 0)):
+                choice, watcher = self._fold.get(serial, index), self._watchers.get(serial)
+                if choice.end is EndReason.NONE and watcher is not None:
+                    logger.error("request %s has no end in the log and never will", RequestId(self.incarnation, serial))
+                    last = Attempt(choice.attempt.term + 1, 0)
+                    lost = FenceEvent(serial, index, last, EndReason.ERROR, Problem("The request was lost."))
+                    if (failed := self._fold.apply(lost)) is not None:
+                        watcher.changed(serial, index, failed)
 
     async def trim(self) -> bool:
         """Put a snapshot of what may still be needed in place of the log so far; False when it has grown meanwhile."""

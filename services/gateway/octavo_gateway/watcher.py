@@ -11,10 +11,12 @@ from octavo_shared.ids import RequestId
 class Watcher:
     """Collects changed choices of some requests and wakes the one task that waits for them."""
 
-    __slots__ = ("_dirty", "_waiter", "disconnected", "ids")
+    __slots__ = ("_dirty", "_waiter", "admitted", "disconnected", "ids")
 
     def __init__(self, ids: tuple[RequestId, ...]) -> None:
         self.ids = ids
+        # The requests have been appended to the model stream.
+        self.admitted = False
         # The client has gone; nothing will be sent any more.
         self.disconnected = False
         self._dirty: dict[tuple[int, int], ChoiceFold] = {}
