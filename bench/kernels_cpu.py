@@ -6,6 +6,10 @@ disturbs them alike; the figures are each one's best round. Usage: ``python benc
 
 from __future__ import annotations
 
+# isort: off
+import octavo_executor  # noqa: F401 - before torch: it sets how long waiting threads spin
+
+# isort: on
 import argparse
 import json
 import tempfile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -204,3 +205,11 @@ def test_pool_sizes() -> None:
     ):
         with pytest.raises(SettingError, match=name):
             plan_num_blocks(replace(request, **change))
+
+
+def test_waiting_threads_soon_sleep_unless_told_otherwise() -> None:
+    code = "import octavo_executor, os; print(os.environ['GOMP_SPINCOUNT'])"
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | given
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == expected

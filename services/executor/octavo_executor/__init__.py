@@ -1,8 +1,8 @@
-"""The executor: weights, KV pages, the forward pass, sampling, and publishing tokens."""
+"""The executor: weights, pages, the forward pass, sampling, and tokens into the log."""
 
 import os
 
-# A forward pass has hundreds of short parallel regions. By default a thread that waits for the others at the end of one
-# spins for about a millisecond; on a machine that is also doing something else, it so keeps from the core the very thread
-# it waits for. This must be set before the OpenMP runtime is loaded, hence before torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+# Threads that wait for each other at the end of a kernel spin this often before they sleep. By default they spin for
+# milliseconds, and on a machine whose cores are shared (with the other services, say) a spinning thread keeps the one it
+# waits for off its core: steps then take several times as long. Must be set before torch loads its OpenMP runtime.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
