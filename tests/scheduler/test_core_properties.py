@@ -120,10 +120,8 @@ class CoreMachine(RuleBasedStateMachine):
 class ColludingHasher(BlockHasher):
     """Nearly all contents have the same hash: what is shared must be right all the same."""
 
-    def extend(self, chain: list[bytes], root: bytes, tokens: object, num_blocks: int) -> None:
-        known = len(chain)
-        super().extend(chain, root, tokens, num_blocks)  # type: ignore[arg-type]
-        chain[known:] = [bytes([digest[0] & 1]) for digest in chain[known:]]
+    def follow(self, parent: bytes, content: bytes) -> bytes:
+        return bytes([super().follow(parent, content)[0] & 1])
 
 
 class CollisionMachine(CoreMachine):

@@ -35,12 +35,18 @@ def sequence(uid: int, priority: int = 0, tokens: int = 4) -> Sequence:
 # --- free list --------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 9), st.lists(st.tuples(st.sampled_from(["pop", "remove", "front", "back"]), st.integers(0, 8))))
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.sampled_from(["pop", "many", "remove", "front", "back"]), st.integers(0, 8))),
+)
 def test_free_list_like_a_list(size: int, moves: list[tuple[str, int]]) -> None:
     real, naive = FreeList(size), list(range(size))
     for move, block in moves:
         if move == "pop" and naive:
             assert real.pop_front() == naive.pop(0)
+        elif move == "many" and block <= len(naive):
+            assert real.pop_many(block) == naive[:block]
+            del naive[:block]
         elif move == "remove" and block in naive:
             real.remove(block)
             naive.remove(block)
@@ -140,7 +146,7 @@ def test_block_pool_like_the_naive_one(seed: int, num_blocks: int, block_size: i
                 naive.release(hits + new)
             for index, (block, generation) in enumerate(zip(new, generations, strict=True), len(hits)):
                 assert parent is not None
-                content = tokens[index * block_size : (index + 1) * block_size]
+                content = tokens[index * block_size : (index + 1) * block_size].tobytes()
                 parent = pool.commit(block, generation, chain[index], parent, content)
                 naive.commit(block, salt, tokens[: (index + 1) * block_size].tolist())
             if not released:
@@ -150,9 +156,12 @@ def test_block_pool_like_the_naive_one(seed: int, num_blocks: int, block_size: i
         pool.check_integrity(np.array(naive.refs, np.int64))
 
 
+_CONTENT = np.array([1, 2], np.int32).tobytes()
+
+
 def _filled(pool: BlockPool, digest: bytes, parent: int | bytes, tokens: list[int]) -> tuple[int, int | bytes | None]:
     (block,) = pool.allocate(1).tolist()
-    return block, pool.commit(block, int(pool.generation[block]), digest, parent, np.array(tokens, np.int32))
+    return block, pool.commit(block, int(pool.generation[block]), digest, parent, np.array(tokens, np.int32).tobytes())
 
 
 def test_a_collision_never_matches() -> None:
@@ -194,7 +203,7 @@ def test_a_reused_block_is_not_committed_for_its_old_life() -> None:
     generation = int(pool.generation[block])
     pool.release([block])
     pool.allocate(1)
-    assert pool.commit(block, generation, b"D", b"root", np.array([1, 2], np.int32)) is None
+    assert pool.commit(block, generation, b"D", b"root", _CONTENT) is None
     assert pool.num_cached == 0
 
 
@@ -205,7 +214,7 @@ def test_reset_forgets_blocks_still_in_flight() -> None:
     assert not pool.reset_cache()
     pool.release([block])
     assert pool.reset_cache()
-    assert pool.commit(block, generation, b"D", b"root", np.array([1, 2], np.int32)) is None
+    assert pool.commit(block, generation, b"D", b"root", _CONTENT) is None
 
 
 def test_released_more_often_than_held() -> None:

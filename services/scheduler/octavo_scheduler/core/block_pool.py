@@ -7,7 +7,7 @@ A block is in exactly one of two places: referenced (refcount > 0) or in the fre
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,14 @@ class BlockPool:
         self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks, np.uint32)
         self._refcount = array("i", bytes(4 * num_blocks))
         self._free = FreeList(num_blocks)
-        # Content of hashed blocks. What a block holds depends on all tokens before it, so beside its own tokens each
+        # Content of hashed blocks. What a block holds depends on all tokens before it, so beside its own token ids each
         # keeps whom it continues: the commit number of the block before it, or the root of its chain. Both are compared,
         # so that a collision of hashes cannot leak, however far up the chain it lies.
         self._hash: list[bytes | None] = [None] * num_blocks
         self._parent: list[Parent | None] = [None] * num_blocks
         self._commit_number: list[int] = [0] * num_blocks
         self._commits = 0
-        self._tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
+        self._content: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
 
     @property
@@ -68,12 +68,13 @@ class BlockPool:
 
     def allocate(self, count: int) -> Int32Array:
         """Hand out ``count`` blocks (there must be as many), with one reference each: int32[count]."""
-        blocks = np.empty(count, np.int32)
-        for i in range(count):
-            block = self._free.pop_front()
-            self._forget(block)
-            self._refcount[block] = 1
-            blocks[i] = block
+        taken = self._free.pop_many(count)
+        refcount, digests = self._refcount, self._hash
+        for block in taken:
+            refcount[block] = 1
+            if digests[block] is not None:
+                self._forget(block)
+        blocks = np.array(taken, np.int32)
         self.generation[blocks] += 1
         return blocks
 
@@ -90,23 +91,22 @@ class BlockPool:
                 else:
                     free.push_back(block)
 
-    def match(self, chain: Iterable[bytes], root: bytes, tokens: Int32Array) -> Int32Array:
+    def match(self, chain: Sequence[bytes], root: bytes, tokens: Int32Array) -> Int32Array:
         """The longest cached prefix: ids of the blocks that hold it, int32[hits]. No reference is taken.
 
         ``chain`` are the hashes of successive blocks of ``tokens`` int32[>= len(chain) * block_size], from ``root`` on.
         """
-        found = []
+        size = self.block_size * 4
+        data = tokens[: len(chain) * self.block_size].tobytes()
+        found: list[int] = []
         parent: Parent = root
-        for digest in chain:
+        for start, digest in zip(range(0, len(data), size), chain, strict=True):
             block = self._by_hash.get(digest)
-            if block is None or self._parent[block] != parent:
+            if block is None or self._parent[block] != parent or self._content[block] != data[start : start + size]:
                 break
             found.append(block)
             parent = self._commit_number[block]
-        blocks = np.array(found, np.int32)
-        wanted = tokens[: len(found) * self.block_size].reshape(-1, self.block_size)
-        same = (self._tokens[blocks] == wanted).all(axis=1)
-        return blocks if same.all() else blocks[: int(same.argmin())]
+        return np.array(found, np.int32)
 
     def as_parent(self, block: int) -> Parent:
         """What a block that continues the cached ``block`` gives as its parent."""
@@ -125,16 +125,16 @@ class BlockPool:
                 self._free.remove(block)
             refcount[block] += 1
 
-    def commit(self, block: int, generation: int, digest: bytes, parent: Parent, tokens: Int32Array) -> Parent | None:
+    def commit(self, block: int, generation: int, digest: bytes, parent: Parent, content: bytes) -> Parent | None:
         """A full block's content is on the device: make it findable. Returns the parent of what continues it.
 
         When another block holds the same content already, that one stays the one that is found, and becomes the parent.
         None: it cannot be found, and so neither can what continues it, because it has been handed out again since
-        ``generation`` or because other content has the same hash. ``tokens`` int32[block_size].
+        ``generation`` or because other content has the same hash. ``content`` are its token ids, int32[block_size].
         """
         holder = self._by_hash.get(digest)
         if holder is not None:
-            same = self._parent[holder] == parent and np.array_equal(self._tokens[holder], tokens)
+            same = self._parent[holder] == parent and self._content[holder] == content
             return self._commit_number[holder] if same else None
         if self.generation[block] != generation or self._hash[block] is not None:
             return None
@@ -143,7 +143,7 @@ class BlockPool:
         self._hash[block] = digest
         self._parent[block] = parent
         self._commit_number[block] = self._commits
-        self._tokens[block] = tokens
+        self._content[block] = content
         if self._refcount[block] == 0:
             # Let go before it was known to be worth keeping: it had been put first in line.
             self._free.remove(block)
@@ -164,7 +164,7 @@ class BlockPool:
         digest = self._hash[block]
         if digest is not None:
             del self._by_hash[digest]
-            self._hash[block] = self._parent[block] = None
+            self._hash[block] = self._parent[block] = self._content[block] = None
 
     def check_integrity(self, references: npt.NDArray[np.int64]) -> None:
         """Compare with the references that sequences really hold, int64[num_blocks].

@@ -43,6 +43,20 @@ class FreeList:
         self.remove(block)
         return block
 
+    def pop_many(self, count: int) -> list[int]:
+        """Take the ``count`` blocks that may go first; there must be as many."""
+        assert count <= self.size, "not enough free blocks"
+        following = self._next
+        taken = []
+        block = following[self._end]
+        for _ in range(count):
+            taken.append(block)
+            following[block], block = _OUT, following[block]
+        following[self._end] = block
+        self._previous[block] = self._end
+        self.size -= count
+        return taken
+
     def remove(self, block: int) -> None:
         """Take a certain block out."""
         before, after = self._previous[block], self._next[block]

@@ -19,6 +19,8 @@ class BlockHasher:
 
     def __init__(self, key: bytes, block_size: int) -> None:
         self._key = key
+        # Copying a keyed state is cheaper than keying one anew.
+        self._keyed = blake2b(digest_size=HASH_BYTES, key=key)
         self.block_size = block_size
 
     def root(self, *parts: str) -> bytes:
@@ -28,16 +30,24 @@ class BlockHasher:
         """
         return b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
 
+    def start(self, root: bytes) -> bytes:
+        """What the first block of a chain has in its parent's hash's place."""
+        return blake2b(root, digest_size=HASH_BYTES, key=self._key, person=b"root").digest()
+
+    def follow(self, parent: bytes, content: bytes) -> bytes:
+        """The hash of a block with ``content`` (its token ids, int32) after one with hash ``parent``."""
+        state = self._keyed.copy()
+        state.update(parent + content)
+        return state.digest()
+
     def extend(self, chain: list[bytes], root: bytes, tokens: Int32Array, num_blocks: int) -> None:
         """Make ``chain`` cover the first ``num_blocks`` full blocks of ``tokens`` int32[at least num_blocks * block_size]."""
         known = len(chain)
         if known >= num_blocks:
             return
-        size, key = self.block_size * 4, self._key
-        data = memoryview(tokens[known * self.block_size : num_blocks * self.block_size].tobytes())
-        parent = chain[-1] if chain else blake2b(root, digest_size=HASH_BYTES, key=key, person=b"root").digest()
+        size = self.block_size * 4
+        data = tokens[known * self.block_size : num_blocks * self.block_size].tobytes()
+        parent = chain[-1] if chain else self.start(root)
         for start in range(0, len(data), size):
-            digest = blake2b(parent, digest_size=HASH_BYTES, key=key)
-            digest.update(data[start : start + size])
-            parent = digest.digest()
+            parent = self.follow(parent, data[start : start + size])
             chain.append(parent)

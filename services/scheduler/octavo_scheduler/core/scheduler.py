@@ -243,6 +243,8 @@ class Scheduler:
         """Give slots to waiting sequences while budget, slots and blocks last: (new sequences, their grants)."""
         admitted: list[NewSequence] = []
         grants: list[int] = []
+        if self.table.full or not self.waiting:
+            return admitted, grants
         reserved = self.table.blocks_still_needed(self.config.block_size)
         while budget > 0 and not self.table.full and (sequence := self.waiting.peek()) is not None:
             if sequence.in_flight:
@@ -378,19 +380,33 @@ class Scheduler:
 
     def _commit_hashes(self, plan: SentPlan, fills: BlockFills, result: StepResult) -> None:
         """Blocks filled by this step become findable, under the identity they had when it was planned."""
-        skipped = set(plan.sampled[result.sample_counts == 0].tolist())
-        size = self.config.block_size
+        ran = np.ones(len(plan.slots), np.bool_)
+        ran[plan.sampled[result.sample_counts == 0]] = False
+        size = self.config.block_size * 4
+        # Valid for rows that still have their slot; the few let go meanwhile carry their tokens themselves.
+        contents = self.table.contents(plan.slots[fills.row], fills.index, self.config.block_size)
         columns = zip(
-            fills.row.tolist(), fills.index.tolist(), fills.block.tolist(), fills.generation.tolist(), strict=True
+            range(0, len(contents), size),
+            plan.uids[fills.row].tolist(),
+            ran[fills.row].tolist(),
+            fills.index.tolist(),
+            fills.block.tolist(),
+            fills.generation.tolist(),
+            strict=True,
         )
-        for row, index, block, generation in columns:
-            sequence = self._sequences.get(int(plan.uids[row]))
-            if sequence is None or row in skipped or sequence.num_findable != index:
+        for start, uid, filled, index, block, generation in columns:
+            sequence = self._sequences.get(uid)
+            if sequence is None or not filled or sequence.num_findable != index:
                 continue
-            tokens = sequence.tokens if sequence.slot == NO_SLOT else self.table.tokens[sequence.slot]
-            self._hasher.extend(sequence.chain, sequence.root, tokens, index + 1)
-            content = tokens[index * size : (index + 1) * size]
-            parent = self.pool.commit(block, generation, sequence.chain[index], sequence.parent, content)
+            if sequence.slot != NO_SLOT:
+                content = contents[start : start + size]
+            else:
+                content = sequence.tokens.data.cast("B")[index * size : (index + 1) * size].tobytes()
+            chain = sequence.chain
+            if len(chain) == index:
+                parent_hash = chain[-1] if chain else self._hasher.start(sequence.root)
+                chain.append(self._hasher.follow(parent_hash, content))
+            parent = self.pool.commit(block, generation, chain[index], sequence.parent, content)
             if parent is not None:
                 sequence.num_findable, sequence.parent = index + 1, parent
 

@@ -92,6 +92,12 @@ class SlotTable:
         self.tokens[slots, self.known[slots]] = tokens
         self.known[slots] += 1
 
+    def contents(self, slots: Int32Array, indices: Int32Array, block_size: int) -> bytes:
+        """Token ids of the blocks at ``indices`` of ``slots``, int32[n] each, one after the other: int32[n * block_size]."""
+        positions = indices[:, None] * block_size + np.arange(block_size, dtype=np.int32)
+        found: Int32Array = self.tokens[slots[:, None], positions]
+        return found.tobytes()
+
     def blocks_still_needed(self, block_size: int) -> int:
         """Blocks that running sequences need for tokens they have already (prompts that are being prefilled)."""
         order = self.order
