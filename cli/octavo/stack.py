@@ -167,7 +167,8 @@ def http_ok(address: Address, path: str) -> bool:
 
 def _welcome(model: ResolvedModel, gateway: GatewaySettings, address: Address, took_s: float) -> str:
     name = gateway.served_model_name[0] if gateway.served_model_name else model.name
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    message = {"role": "user", "content": "Hello!"}
+    body = json.dumps({"model": name, "messages": [message], "max_tokens": 64, "stream": True})
     key = " -H 'Authorization: Bearer YOUR_KEY'" if gateway.api_key else ""
     return (
         f"Octavo is ready: {name} on {address.url} ({took_s:.1f} s). Try it:\n"

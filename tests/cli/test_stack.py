@@ -116,6 +116,12 @@ def _gone(process: psutil.Process) -> bool:
         return True
 
 
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
@@ -206,11 +212,9 @@ def test_the_readmes_first_requests(default_folder: Path, serve: Callable[..., S
     bash = re.findall(r"^```bash\n(curl .*?)^```", readme, re.MULTILINE | re.DOTALL)
     python = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert (len(bash), len(python)) == (1, 1)
-    answer = subprocess.run(["bash", "-c", bash[0]], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert answer.startswith("data: {")
-    assert answer.endswith("data: [DONE]\n\n")
-    shown = subprocess.run(["bash", "-c", served.out[1]], capture_output=True, text=True, timeout=120, check=True)
-    assert shown.stdout.endswith("data: [DONE]\n\n")
-    client = subprocess.run([sys.executable, "-c", python[0]], capture_output=True, text=True, timeout=120, check=True)
-    assert len(client.stdout) > 10
+    for command in (bash[0], served.out[1]):
+        answer = _output(["bash", "-c", command])
+        assert answer.startswith("data: {")
+        assert answer.endswith("data: [DONE]\n\n")
+    assert len(_output([sys.executable, "-c", python[0]])) > 10
     assert served.stop() == 0
