@@ -74,7 +74,7 @@ def test_one_trace_covers_a_request(start_stack: Callable[..., Stack], receiver:
     for trace_id in traces:
         spans = of(trace_id)
         names = [span.name for _, span in spans]
-        root = next(span for _, span in spans if span.name == "text_completion m")
+        root = next(span for _, span in spans if span.name == "POST /v1/completions")
         assert root.parent_span_id.hex() == CLIENT_SPAN
         assert names.count("queued") == 1
         assert names.count("prefill") >= 3, "700 tokens at 256 a step are at least three chunks"
