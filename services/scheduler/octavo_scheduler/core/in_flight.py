@@ -30,10 +30,9 @@ class SentPlan:
     step: int
     slots: Int32Array
     uids: npt.NDArray[np.int64]
-    starts: Int32Array
-    counts: Int32Array
-    # Rows that are sampled, int32[samples].
-    sampled: Int32Array
+    # Rows that are sampled, and their slots: [samples] each.
+    sampled: npt.NDArray[np.intp]
+    sample_slots: Int32Array
     fills: BlockFills | None
 
 

@@ -169,7 +169,8 @@ class Scheduler:
         counts, ends = result.sample_counts, result.ends
         if not len(counts) == len(ends) == len(self._sent[0].sampled) or int(counts.sum()) != len(result.tokens):
             raise OutOfStepError(f"result of step {result.step} does not answer every sample")
-        if len(counts) and (counts.min() < 0 or counts.max() > 1 or ends.max() > _LAST_END):
+        # Seen as unsigned, a negative count is a large one.
+        if len(counts) and (counts.view(np.uint32).max() > 1 or ends.max() > _LAST_END):
             raise OutOfStepError(f"result of step {result.step} has impossible counts or ends")
         plan = self._sent.popleft()
         present = self.table.uid[plan.slots] == plan.uids
@@ -177,9 +178,9 @@ class Scheduler:
         self._commit_tokens(plan, result, present)
         if plan.fills is not None and self.config.enable_prefix_caching:
             self._commit_hashes(plan, plan.fills, result)
-        for row in np.flatnonzero(~present).tolist():
-            self._settle(int(plan.uids[row]))
-        for sample in np.flatnonzero(result.ends).tolist():
+        for uid in plan.uids[~present].tolist():
+            self._settle(uid)
+        for sample in result.ends.nonzero()[0].tolist():
             self._end_by_executor(int(plan.uids[plan.sampled[sample]]), EndReason(int(result.ends[sample])), plan.step)
         if self._leaders:
             self._release_followers(plan)
@@ -193,8 +194,7 @@ class Scheduler:
         while True:
             order = table.order
             slots = order[table.expected[order] < table.max_total[order]]
-            counts = self._share_budget(table.expected[slots] - table.planned[slots])
-            slots, counts = slots[counts > 0], counts[counts > 0]
+            slots, counts = self._share_budget(slots, table.expected[slots] - table.planned[slots])
             need = np.maximum(-(-(table.planned[slots] + counts) // block_size) - table.num_blocks[slots], 0)
             total = int(need.sum())
             if total <= pool.num_free:
@@ -210,18 +210,21 @@ class Scheduler:
         table.num_blocks[slots] += need.astype(np.int32)
         return slots, counts, grow_slots, blocks, preempted
 
-    def _share_budget(self, behind: Int32Array) -> Int32Array:
-        """Grants for sequences that are ``behind`` tokens behind, int32[r]: those one behind first, then in order."""
+    def _share_budget(self, slots: Int32Array, behind: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Grants for slots that are ``behind`` tokens behind, int32[r] each: those one behind first, then in order.
+
+        Returns the slots that get any, with their grants.
+        """
         budget = self.config.max_num_batched_tokens
         limit = self.config.long_prefill_token_threshold or budget
         want = np.minimum(behind, limit)
         if int(want.sum()) <= budget:
-            return want
+            return slots, want
         order = np.argsort(behind > 1, kind="stable")
         before = np.cumsum(want[order]) - want[order]
         grants = np.empty_like(want)
         grants[order] = np.clip(budget - before, 0, want[order])
-        return grants
+        return slots[grants > 0], grants[grants > 0]
 
     def _preempt(self, victim: Sequence) -> None:
         """Just letting go: the references drop, the tokens stay, and it waits at its old place."""
@@ -327,13 +330,14 @@ class Scheduler:
         starts = table.planned[slots]
         ends = starts + counts
         samples = (ends == table.expected[slots]).astype(np.int32)
-        sampled = np.flatnonzero(samples).astype(np.int32)
+        sampled = samples.nonzero()[0]
+        sample_slots = slots[sampled]
         self._note_chunks(slots, starts, counts, samples)
         table.planned[slots] = ends
-        table.expected[slots[sampled]] += 1
+        table.expected[sample_slots] += 1
         table.in_flight[slots] += 1
         fills = find_fills(starts, ends, slots, table.block_table, self.pool.generation, self.config.block_size)
-        self._sent.append(SentPlan(self._step, slots, table.uid[slots], starts, counts, sampled, fills))
+        self._sent.append(SentPlan(self._step, slots, table.uid[slots], sampled, sample_slots, fills))
         released, self._released = self._released, []
         self.stats.steps += 1
         self.stats.scheduled_tokens += int(counts.sum())
@@ -349,13 +353,13 @@ class Scheduler:
             row_starts=starts,
             row_tokens=counts,
             row_samples=samples,
-            sample_slots=slots[sampled],
+            sample_slots=sample_slots,
         )
 
     def _note_chunks(self, slots: Int32Array, starts: Int32Array, counts: Int32Array, samples: Int32Array) -> None:
         """Events for rows that prefill."""
         table = self.table
-        for row in np.flatnonzero(starts < table.prefill_end[slots]).tolist():
+        for row in (starts < table.prefill_end[slots]).nonzero()[0].tolist():
             sequence = self._sequences[int(table.uid[slots[row]])]
             self.stats.prompt_tokens += int(counts[row])
             self._events.append(
@@ -368,11 +372,13 @@ class Scheduler:
         """Sampled tokens become known: at once for slots still held, one by one for sequences let go meanwhile."""
         counts = result.sample_counts
         self.stats.generated_tokens += len(result.tokens)
-        here = present[plan.sampled] & (counts == 1)
+        here = present[plan.sampled] & (counts > 0)
+        if here.all():
+            self.table.append(plan.sample_slots, result.tokens)
+            return
         offsets = np.cumsum(counts) - counts
-        if here.any():
-            self.table.append(plan.slots[plan.sampled[here]], result.tokens[offsets[here]])
-        for sample in np.flatnonzero(~here & (counts > 0)).tolist():
+        self.table.append(plan.sample_slots[here], result.tokens[offsets[here]])
+        for sample in (~here & (counts > 0)).nonzero()[0].tolist():
             sequence = self._sequences.get(int(plan.uids[plan.sampled[sample]]))
             tokens = result.tokens[offsets[sample] : offsets[sample] + counts[sample]]
             if sequence is not None and sequence.slot == NO_SLOT:
