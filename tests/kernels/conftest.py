@@ -1,3 +1,7 @@
+# isort: off
+import octavo_executor  # noqa: F401 - before torch: it sets how long waiting threads spin
+
+# isort: on
 import sys
 from pathlib import Path
 
