@@ -1,4 +1,4 @@
-"""What the scheduler's core costs: microseconds per step, without executor, wire or log.
+"""What the scheduler's core costs: CPU microseconds per step, without executor, wire or log.
 
     python bench/scheduler_core.py [--steps 400] [--profile]
 
@@ -55,7 +55,7 @@ def answer(plan: StepPlan) -> StepResult:
 
 
 def steady_decode(running: int, waiting: int, steps: int, profile: cProfile.Profile | None = None) -> list[float]:
-    """Seconds of schedule + commit for each of ``steps`` steps in which all of ``running`` decode."""
+    """CPU seconds of schedule + commit for each of ``steps`` steps in which all of ``running`` decode."""
     warm_up = 48
     length = 64 + steps + warm_up + 64
     scheduler = make_scheduler(running, length, running * (length // BLOCK_SIZE + 2))
@@ -88,7 +88,7 @@ def steady_decode(running: int, waiting: int, steps: int, profile: cProfile.Prof
 
 
 def full_hit_admission(repeats: int) -> list[float]:
-    """Seconds of the ``schedule`` that admits a prompt of which everything but the last block is cached."""
+    """CPU seconds of the ``schedule`` that admits a prompt of which everything but the last block is cached."""
     scheduler = make_scheduler(4, LONG_PROMPT + 64, 4 * LONG_PROMPT // BLOCK_SIZE)
     prompt = np.random.default_rng(0).integers(0, 30000, LONG_PROMPT, dtype=np.int32)
     seconds = []

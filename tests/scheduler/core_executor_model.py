@@ -22,23 +22,27 @@ _STOP_ONE_IN = 23
 ALPHABET = 3
 
 
-def sample(seed: int, position: int, alphabet: int = ALPHABET) -> tuple[int, bool]:
-    """The token drawn at an output position, and whether it ends the sequence."""
+def sample(seed: int, position: int, alphabet: int = ALPHABET) -> tuple[int, EndReason]:
+    """The token drawn at an output position, and whether it ends the sequence: by STOP, or by ERROR without a token."""
     mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & ((1 << 64) - 1)
     mixed ^= mixed >> 29
     mixed = (mixed * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     mixed ^= mixed >> 32
-    return mixed % alphabet, (mixed // alphabet) % _STOP_ONE_IN == 0 and seed % 3 == 0
+    ends = (mixed // alphabet) % _STOP_ONE_IN == 0
+    end = {0: EndReason.STOP, 1: EndReason.ERROR}.get(seed % 4, EndReason.NONE) if ends else EndReason.NONE
+    return mixed % alphabet, end
 
 
 def expected_outcome(record: RequestRecord, choice: int, max_total_tokens: int) -> tuple[list[int], EndReason]:
     """What a choice must come to, however it is scheduled."""
     tokens: list[int] = []
     while True:
-        token, stops = sample(record.sampling.seed_of(choice), len(tokens))
+        token, end = sample(record.sampling.seed_of(choice), len(tokens))
+        if end is EndReason.ERROR:
+            return tokens, end
         tokens.append(token)
-        if stops:
-            return tokens, EndReason.STOP
+        if end:
+            return tokens, end
         if len(record.prompt) + len(tokens) >= max_total_tokens:
             return tokens, EndReason.LENGTH
 
@@ -50,6 +54,7 @@ class _Slot:
     keys: list[int]
     table: list[int]
     computed: int
+    row_start: int = 0
     ended: bool = False
 
 
@@ -130,7 +135,7 @@ class ExecutorModel:
                 assert holders[block] == 1, "a page that others hold is never written"
                 self.page_tokens[block, offset] = slot.tokens[position]
                 self.page_keys[block, offset] = slot.keys[position + 1]
-            slot.computed = start + count
+            slot.row_start, slot.computed = start, start + count
 
     def _verify_reads(self, slot: _Slot, end: int) -> None:
         if not end:
@@ -159,9 +164,9 @@ class ExecutorModel:
                 counts.append(0)
                 ends.append(EndReason.NONE)
                 continue
-            token, end = self._draw(slot)
-            counts.append(1)
-            tokens.append(token)
+            drawn, end = self._draw(slot)
+            counts.append(len(drawn))
+            tokens += drawn
             ends.append(end)
         return StepResult(
             plan.term,
@@ -172,21 +177,25 @@ class ExecutorModel:
             np.array(ends, np.uint8),
         )
 
-    def _draw(self, slot: _Slot) -> tuple[int, EndReason]:
+    def _draw(self, slot: _Slot) -> tuple[list[int], EndReason]:
         new = slot.new
         name = (new.request_id, new.choice)
         log = self.log.setdefault(name, [])
         assert len(log) == len(slot.tokens) - new.output_start, "an output position is sampled once and in order"
         assert name not in self.ends, "nothing follows an end"
-        token, stops = sample(new.seed, len(log))
-        self._append(slot, token)
-        log.append(token)
-        end = EndReason.NONE
-        if stops:
-            end = EndReason.STOP
-        elif len(slot.tokens) >= new.max_total_tokens:
-            end = EndReason.LENGTH
+        token, end = sample(new.seed, len(log))
+        drawn = []
+        if end is EndReason.ERROR:
+            # What the row has written is as broken as its logits.
+            for position in range(slot.row_start, slot.computed):
+                self.page_keys[slot.table[position // self.block_size], position % self.block_size] = -1
+        else:
+            drawn = [token]
+            self._append(slot, token)
+            log.append(token)
+            if not end and len(slot.tokens) >= new.max_total_tokens:
+                end = EndReason.LENGTH
         if end:
             slot.ended = True
             self.ends[name] = end
-        return token, end
+        return drawn, end

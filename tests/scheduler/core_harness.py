@@ -121,6 +121,11 @@ class Harness:
                         tokens=np.zeros(2 * len(good.ends), np.int32),
                     ),
                 ]
+            sent = self.scheduler._sent[0]
+            alive = {sequence.uid for sequence in self.scheduler.sequences}
+            if not alive.isdisjoint(sent.uids[sent.sampled].tolist()):
+                none = np.zeros(len(good.ends), np.int32)
+                wrong.append(_replaced(good, sample_counts=none, tokens=none[:0], ends=none.astype(np.uint8)))
         if wrong:
             before = self.fingerprint()
             with pytest.raises(OutOfStepError):

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from core_executor_model import ALPHABET
 from core_harness import Harness
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo_scheduler.core.config import CoreConfig
@@ -133,13 +133,7 @@ class CollisionMachine(CoreMachine):
         return harness
 
 
-_LIMITS = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    print_blob=True,
-)
+_LIMITS = settings(max_examples=60, stateful_step_count=40)
 TestCore = CoreMachine.TestCase
 TestCore.settings = _LIMITS
 TestCollisions = CollisionMachine.TestCase

@@ -435,6 +435,19 @@ def test_ended_in_the_middle_of_run_ahead() -> None:
     assert bench.scheduler.num_unacknowledged == 0
 
 
+def test_a_row_that_failed_leaves_nothing_to_find() -> None:
+    """Its logits were not numbers, so what it wrote into its pages is not worth sharing."""
+    bench = Bench()
+    sequence = bench.add(COMMON, max_tokens=9)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    none = np.zeros(1, np.int32)
+    ends = np.full(1, EndReason.ERROR, np.uint8)
+    bench.scheduler.commit(StepResult(plan.term, plan.epoch, plan.step, none, none[:0], ends))
+    assert sequence.state is State.ENDED
+    assert (bench.pool.num_cached, bench.pool.num_used) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -113,7 +113,7 @@ class NaivePool:
                 self.free.append(block)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(2, 12), st.integers(1, 4))
 def test_block_pool_like_the_naive_one(seed: int, num_blocks: int, block_size: int) -> None:
     """Sequences come, fill their blocks, go; the order of the free list and every hit agree after each move."""

@@ -8,7 +8,7 @@ import math
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from octavo_shared.entries import (
     MalformedEntryError,
@@ -217,7 +217,7 @@ def _valid() -> list[tuple[object, bytes]]:
     ]
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(st.integers(0, 4), st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["flip", "cut", "double"]))
 def test_damaged_entries_are_refused_or_read(which: int, place: int, byte: int, damage: str) -> None:
     decode, data = _valid()[which]

@@ -176,7 +176,7 @@ FENCES = st.builds(FenceEvent, st.just(1), st.just(0), ATTEMPTS, ENDS, PROBLEMS)
 EVENTS = st.lists(st.one_of(token_events(), token_events(), FENCES), max_size=25)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_every_step_keeps_the_promises(events: list[LogEvent]) -> None:
     """Tokens only grow, attempts only rise, the first end stays, and True is said iff something changed."""
@@ -199,7 +199,7 @@ def test_every_step_keeps_the_promises(events: list[LogEvent]) -> None:
             assert changed == (not end and event.attempt > attempt)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(EVENTS, st.randoms(use_true_random=False))
 def test_what_has_counted_counts_once(events: list[LogEvent], rng: random.Random) -> None:
     """An outbox that is not sure of an append repeats it: whatever counted before changes nothing, however late."""
@@ -213,7 +213,7 @@ def test_what_has_counted_counts_once(events: list[LogEvent], rng: random.Random
         assert state(fold) == before
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(EVENTS, st.data())
 def test_a_snapshot_and_the_rest_equal_the_whole(events: list[LogEvent], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(events)))
@@ -271,7 +271,7 @@ def two_attempts(draw: st.DrawFn) -> tuple[list[LogEvent], int]:
     return log, length
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(two_attempts())
 def test_two_attempts_in_any_interleaving_tell_one_story(case: tuple[list[LogEvent], int]) -> None:
     log, length = case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from octavo_shared import wire
 from octavo_shared.entries import MalformedEntryError
@@ -143,7 +143,6 @@ FROM_EXECUTOR = st.one_of(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(FROM_SCHEDULER)
 def test_what_a_scheduler_says_comes_back_the_same(message: wire.FromScheduler) -> None:
     data = wire.to_executor(message).SerializeToString()
@@ -152,7 +151,6 @@ def test_what_a_scheduler_says_comes_back_the_same(message: wire.FromScheduler) 
     assert plain(back) == plain(message)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(FROM_EXECUTOR)
 def test_what_an_executor_says_comes_back_the_same(message: wire.FromExecutor) -> None:
     data = wire.to_scheduler(message).SerializeToString()

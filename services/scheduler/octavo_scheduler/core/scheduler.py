@@ -162,16 +162,7 @@ class Scheduler:
             OutOfStepError: it answers another plan, reports a failed step (the epoch is over then), or its columns do
                 not answer every sample once; nothing was taken in.
         """
-        if not self._sent or (result.term, result.epoch, result.step) != (self.term, self.epoch, self._sent[0].step):
-            raise OutOfStepError(f"result of step {result.step} is not the one awaited")
-        if result.failed:
-            raise OutOfStepError(f"step {result.step} failed: {result.message}")
-        counts, ends = result.sample_counts, result.ends
-        if not len(counts) == len(ends) == len(self._sent[0].sampled) or int(counts.sum()) != len(result.tokens):
-            raise OutOfStepError(f"result of step {result.step} does not answer every sample")
-        # Seen as unsigned, a negative count is a large one.
-        if len(counts) and (counts.view(np.uint32).max() > 1 or ends.max() > _LAST_END):
-            raise OutOfStepError(f"result of step {result.step} has impossible counts or ends")
+        self._check_result(result)
         plan = self._sent.popleft()
         present = self.table.uid[plan.slots] == plan.uids
         self.table.in_flight[plan.slots[present]] -= 1
@@ -184,6 +175,21 @@ class Scheduler:
             self._end_by_executor(int(plan.uids[plan.sampled[sample]]), EndReason(int(result.ends[sample])), plan.step)
         if self._leaders:
             self._release_followers(plan)
+
+    def _check_result(self, result: StepResult) -> None:
+        if not self._sent or (result.term, result.epoch, result.step) != (self.term, self.epoch, self._sent[0].step):
+            raise OutOfStepError(f"result of step {result.step} is not the one awaited")
+        if result.failed:
+            raise OutOfStepError(f"step {result.step} failed: {result.message}")
+        plan, counts, ends = self._sent[0], result.sample_counts, result.ends
+        if not len(counts) == len(ends) == len(plan.sampled) or int(counts.sum()) != len(result.tokens):
+            raise OutOfStepError(f"result of step {result.step} does not answer every sample")
+        # Seen as unsigned, a negative count is a large one.
+        if len(counts) and (counts.view(np.uint32).max() > 1 or ends.max() > _LAST_END):
+            raise OutOfStepError(f"result of step {result.step} has impossible counts or ends")
+        silent = plan.sampled[(counts + ends == 0).nonzero()[0]]
+        if any(uid in self._sequences for uid in plan.uids[silent].tolist()):
+            raise OutOfStepError(f"result of step {result.step} skips a sequence that has not ended")
 
     # --- grants ---
 
@@ -386,23 +392,24 @@ class Scheduler:
 
     def _commit_hashes(self, plan: SentPlan, fills: BlockFills, result: StepResult) -> None:
         """Blocks filled by this step become findable, under the identity they had when it was planned."""
-        ran = np.ones(len(plan.slots), np.bool_)
-        ran[plan.sampled[result.sample_counts == 0]] = False
+        # A row that could not be sampled (its logits were not numbers) leaves pages nobody should read.
+        sound = np.ones(len(plan.slots), np.bool_)
+        sound[plan.sampled[result.sample_counts == 0]] = False
         size = self.config.block_size * 4
         # Valid for rows that still have their slot; the few let go meanwhile carry their tokens themselves.
         contents = self.table.contents(plan.slots[fills.row], fills.index, self.config.block_size)
         columns = zip(
             range(0, len(contents), size),
             plan.uids[fills.row].tolist(),
-            ran[fills.row].tolist(),
+            sound[fills.row].tolist(),
             fills.index.tolist(),
             fills.block.tolist(),
             fills.generation.tolist(),
             strict=True,
         )
-        for start, uid, filled, index, block, generation in columns:
+        for start, uid, is_sound, index, block, generation in columns:
             sequence = self._sequences.get(uid)
-            if sequence is None or not filled or sequence.num_findable != index:
+            if sequence is None or not is_sound or sequence.num_findable != index:
                 continue
             if sequence.slot != NO_SLOT:
                 content = contents[start : start + size]
