@@ -198,6 +198,21 @@ def test_hopelessly_long_text_is_refused_without_tokenising(stage: Stage) -> Non
     assert error["code"] == "context_length_exceeded"
 
 
+def test_endless_messages_are_refused_without_rendering(stage: Stage) -> None:
+    error = stage.error("/v1/chat/completions", 400, messages=USER * 300)
+    assert "at least 256 input tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, "x"], ["x", 1], [[1], "x"], [[1, "x"]], 5, {"a": 1}, [None], [1.5], [[[1]]]], ids=repr
+)
+def test_prompts_of_no_kind_are_schema_errors(stage: Stage, prompt: Any) -> None:
+    error = stage.error("/v1/completions", 400, prompt=prompt)
+    assert error["type"] == "Bad Request"
+    assert error["message"].startswith("1 validation error:")
+    assert error["param"].startswith("prompt")
+
+
 def test_what_the_pool_cannot_hold_is_refused(make_stage: MakeStage) -> None:
     with make_stage() as stage:
         stage.engine.limits = replace(stage.engine.limits, pool_tokens=64)

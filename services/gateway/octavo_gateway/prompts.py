@@ -92,6 +92,10 @@ def chat_ids(body: ChatPrompt, assets: ModelAssets, bounds: Bounds) -> list[int]
     Raises:
         ApiError: 400 for messages that cannot be rendered or are surely too long.
     """
+    most = bounds.max_model_len - bounds.max_tokens
+    if len(body.messages) > max(0, most):
+        # Any template spends a token on a message.
+        raise context_overflow(bounds.max_model_len, bounds.max_tokens, most + 1, at_least=True)
     text = chat_text(body, assets)
     refuse_hopeless(text, assets, bounds)
     ids = assets.tokenizer.encode([text], add_special_tokens=bool(body.add_special_tokens))[0]

@@ -73,6 +73,8 @@ def run(settings: GatewaySettings) -> None:
         SettingError: the model's folder cannot be used.
     """
     setup_logging("gateway", settings.log_level)
+    if settings.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = Server(settings)
     # What is there now stays for good: the collector need not walk the vocabulary again and again.
     gc.collect()

@@ -7,10 +7,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+# Far more than any context holds; checking messages beyond would only keep the interpreter busy.
+MAX_MESSAGES = 1 << 14
 
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _prompt_kind(value: Any) -> str:
+    """Which of the four kinds a prompt is, by its first element."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+# Told apart by hand, and given up at the first fault: trying a long list of ids as each kind in turn, and collecting what
+# is wrong with every element, would take seconds.
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[list[int], Field(fail_fast=True), Tag("ids")]
+    | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True), Tag("lists")],
+    Discriminator(_prompt_kind),
+]
 
 
 class Body(BaseModel):
@@ -89,7 +110,7 @@ class ResponseFormat(Body):
 class ChatPrompt(Body):
     """How messages become a prompt."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     add_generation_prompt: bool | None = Field(True, description="Open the assistant's turn.")
     continue_final_message: bool | None = Field(False, description="Go on with the last message.")
     add_special_tokens: bool | None = Field(False, description="Usually the template has them already.")
@@ -115,7 +136,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for prompts, false for messages.")
     return_token_strs: bool | None = Field(False, description="Also give the tokens' names.")
     add_generation_prompt: bool | None = True
@@ -130,7 +151,7 @@ class DetokenizeRequest(Body):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
