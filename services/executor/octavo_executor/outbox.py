@@ -36,12 +36,23 @@ class StepAppend:
 
 
 class Outbox:
-    """Appends steps in order. ``logged`` is called (from the outbox's thread) with (epoch, step) after each success."""
+    """Appends steps in order.
+
+    ``logged`` is called (from the outbox's thread) with (epoch, step) after each success; ``broken`` when something went
+    wrong that trying again cannot mend: the executor must end then, since what it computes would reach nobody.
+    """
 
     def __init__(
-        self, url: str, model: str, incarnation: str, capacity: int, logged: Callable[[int, int], None]
+        self,
+        url: str,
+        model: str,
+        incarnation: str,
+        capacity: int,
+        logged: Callable[[int, int], None],
+        broken: Callable[[], None],
     ) -> None:
-        self._client = redis.Redis.from_url(url, socket_keepalive=True, socket_timeout=10)
+        self._client = redis.Redis.from_url(url, socket_timeout=10)
+        self._broken = broken
         self._keys = Keys(model)
         self._incarnation = incarnation
         self._capacity = capacity
@@ -70,6 +81,16 @@ class Outbox:
         return not self._waiting
 
     def _run(self) -> None:
+        try:
+            self._append_forever()
+        except Exception:
+            logger.exception("the outbox is broken")
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+            self._broken()
+
+    def _append_forever(self) -> None:
         retry_s = _FIRST_RETRY_S
         while True:
             with self._changed:

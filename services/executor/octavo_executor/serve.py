@@ -172,7 +172,8 @@ def run(settings: ExecutorSettings) -> int:
         settings.model_name,
         incarnation,
         settings.outbox_capacity,
-        lambda epoch, step: session.send(Logged(epoch, step)),
+        logged=lambda epoch, step: session.send(Logged(epoch, step)),
+        broken=session.close,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: session.close())
@@ -185,6 +186,7 @@ def run(settings: ExecutorSettings) -> int:
     finally:
         if not outbox.close(FLUSH_S):
             logger.error("some tokens could not be appended to the log")
+            status = 1
         session.close()
         with contextlib.suppress(Exception):
             session.join()
