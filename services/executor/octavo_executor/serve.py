@@ -33,6 +33,8 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 FLUSH_S = 5.0
+# Rows of logits held at once; a step that samples more goes through them in parts.
+MAX_LOGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
         max_model_len=max_model_len,
         max_tokens=max_tokens,
         max_seqs=max_num_seqs,
-        max_logits=max_num_seqs,
+        max_logits=min(max_num_seqs, MAX_LOGITS),
     )
     runner = Runner(transformer, kernels, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     info = ExecutorInfo(
