@@ -70,4 +70,5 @@ def as_event(row: OutputRow, term: int) -> TokenEvent:
         logprobs=row.logprobs,
         prompt_logprobs=row.prompt_logprobs,
         problem=row.problem,
+        cached_tokens=row.cached_tokens,
     )

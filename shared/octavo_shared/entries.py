@@ -239,8 +239,8 @@ def encode_tokens(rows: Sequence[OutputRow], *, term: int, executor: str, epoch:
         ]
         batch.logprobs.CopyFrom(_logprobs_to_proto(entries))
     for index, row in enumerate(rows):
-        if row.problem is not None or row.prompt_logprobs is not None:
-            note = batch.notes.add(row=index)
+        if row.problem is not None or row.prompt_logprobs is not None or row.cached_tokens:
+            note = batch.notes.add(row=index, cached_tokens=row.cached_tokens)
             if row.problem is not None:
                 note.problem.CopyFrom(_problem_to_proto(row.problem))
             if row.prompt_logprobs is not None:
@@ -276,6 +276,7 @@ def encode_snapshot(states: Iterable[SnapshotEvent]) -> bytes:
             tokens=pack_ints(state.tokens),
             end=log_pb2.EndReason.Name(state.end),  # type: ignore[arg-type]
             stop_token=state.stop_token,
+            cached_tokens=state.cached_tokens,
         )
         if state.logprobs is not None:
             message.logprobs.CopyFrom(_logprobs_to_proto(state.logprobs))
@@ -334,7 +335,7 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
         stop = start + count
         if attempt != current.n or term != current.term:
             current = Attempt(term, attempt)
-        own, prompt, problem = None, None, None
+        own, prompt, problem, cached = None, None, None, 0
         if logprobs is not None and count and logprobs[start].rank:
             own = tuple(logprobs[start:stop])
         if notes and (note := notes.get(row)) is not None:
@@ -342,9 +343,9 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
                 prompt = tuple(_logprobs_from_proto(note.prompt_logprobs))
             if note.HasField("problem"):
                 problem = _problem_from_proto(note.problem)
-        yield TokenEvent(
-            serial, choice, current, position, tuple(tokens[start:stop]), _ENDS[end], stop_token, own, prompt, problem
-        )
+            cached = note.cached_tokens
+        told = tuple(tokens[start:stop])
+        yield TokenEvent(serial, choice, current, position, told, _ENDS[end], stop_token, own, prompt, problem, cached)
         start = stop
 
 
@@ -374,4 +375,5 @@ def _snapshot_event(message: log_pb2.ChoiceState) -> SnapshotEvent:
         logprobs=logprobs,
         prompt_logprobs=tuple(_logprobs_from_proto(message.prompt_logprobs)) if has_prompt else None,
         problem=_problem_from_proto(message.problem) if message.HasField("problem") else None,
+        cached_tokens=message.cached_tokens,
     )

@@ -35,6 +35,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     problem: Problem | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class SnapshotEvent:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     problem: Problem | None = None
+    cached_tokens: int = 0
 
 
 LogEvent = TokenEvent | FenceEvent | SnapshotEvent
@@ -69,7 +71,7 @@ LogEvent = TokenEvent | FenceEvent | SnapshotEvent
 class ChoiceFold:
     """The state of one choice: the tokens that count so far, who may speak, and how it ended."""
 
-    __slots__ = ("attempt", "end", "logprobs", "problem", "prompt_logprobs", "stop_token", "tokens")
+    __slots__ = ("attempt", "cached_tokens", "end", "logprobs", "problem", "prompt_logprobs", "stop_token", "tokens")
 
     def __init__(self) -> None:
         self.attempt: Attempt = NO_ATTEMPT
@@ -77,6 +79,8 @@ class ChoiceFold:
         # Parallel to tokens; stays empty when the request did not ask for any.
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        # Prompt tokens that the first attempt to say anything found in the prefix cache.
+        self.cached_tokens: int = 0
         self.end: EndReason = EndReason.NONE
         self.stop_token: int = -1
         self.problem: Problem | None = None
@@ -99,6 +103,8 @@ class ChoiceFold:
         if not fresh and not event.end:
             return False
         self.attempt = event.attempt
+        if event.cached_tokens and not self.tokens:
+            self.cached_tokens = event.cached_tokens
         self.tokens.extend(fresh)
         if event.logprobs is not None:
             self.logprobs.extend(event.logprobs[known:])
@@ -121,7 +127,7 @@ class ChoiceFold:
         self.attempt = event.attempt
         self.tokens = list(event.tokens)
         self.logprobs = list(event.logprobs or ())
-        self.prompt_logprobs = event.prompt_logprobs
+        self.prompt_logprobs, self.cached_tokens = event.prompt_logprobs, event.cached_tokens
         self.end, self.stop_token, self.problem = event.end, event.stop_token, event.problem
         return before != (self.attempt, len(self.tokens), self.end)
 
@@ -137,6 +143,7 @@ class ChoiceFold:
             logprobs=tuple(self.logprobs) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
             problem=self.problem,
+            cached_tokens=self.cached_tokens,
         )
 
 

@@ -174,7 +174,8 @@ class OutputRow:
     count). ``end`` follows the last token; ``stop_token`` is the token id that ended it, -1 when none did (an end by
     eos is END by STOP with ``stop_token`` set as well; gateways know which ids are the model's own). ``logprobs`` has one
     entry per token, or None when not asked for. ``prompt_logprobs`` has prompt_tokens - 1 entries (the first prompt token
-    has none) and comes only with position 0.
+    has none) and comes only with position 0. So does ``cached_tokens``: how many prompt tokens were found in the prefix
+    cache when the sequence got the slot in which it drew its first output.
     """
 
     request_id: RequestId
@@ -187,6 +188,7 @@ class OutputRow:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     problem: Problem | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,15 @@ def test_cached_pages_need_no_second_pass(maker: PlanMaker, theirs: Any) -> None
     maker.finish(second, first)
     assert second.tokens == greedy(theirs, [*prompt[:35], 9], 12)
     assert first.tokens == greedy(theirs, prompt, 12)
+    assert [row.cached_tokens for row in second.outputs] == [32] + [0] * 11
+    assert not any(row.cached_tokens for row in first.outputs)
+    # Resumed with outputs: what is found now is no news about the prompt.
+    resumed = maker.admit(
+        prompt + first.tokens[:5], GREEDY, output_start=40, num_computed=32, block_table=ints(*first.table[:2])
+    )
+    maker.finish(resumed)
+    assert resumed.tokens == first.tokens[5:]
+    assert not any(row.cached_tokens for row in resumed.outputs)
 
 
 def test_forked_samples_draw_from_one_row(maker: PlanMaker) -> None:

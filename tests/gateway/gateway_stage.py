@@ -58,6 +58,8 @@ class Reply:
     before_gate: int = 0
     # Log-probability of output tokens; default: see ``logprobs_of``.
     values: Sequence[float] | None = None
+    # Prompt tokens found in the prefix cache; told with the first output.
+    cached_tokens: int = 0
 
 
 def logprobs_of(token: int, count: int, value: float | None = None) -> TokenLogprobs:
@@ -220,6 +222,7 @@ class Engine:
             logprobs,
             prompt,
             reply.problem if end is EndReason.ERROR else None,
+            reply.cached_tokens if position == 0 else 0,
         )
 
     async def _acknowledge(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import httpx
 import openai
@@ -19,7 +22,7 @@ def says(tokenizer: ModelTokenizer, text: str, *, eos: bool = True) -> Reply:
 
 
 def test_completion_has_the_shape_clients_know(stage: Stage, tokenizer: ModelTokenizer) -> None:
-    stage.engine.reply = lambda record, choice: says(tokenizer, " Paris, of course.")
+    stage.engine.reply = lambda record, choice: replace(says(tokenizer, " Paris, of course."), cached_tokens=4)
     answer = stage.post("/v1/completions", prompt="The capital of France is", max_tokens=32).json()
     record = stage.engine.records[-1]
     assert answer.pop("created") > 0
@@ -114,6 +117,41 @@ def test_continuous_usage_counts_up(stage: Stage) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == 4
     assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in chunks)
+
+
+def test_cached_prompt_tokens_are_told_where_the_flag_says_so(
+    make_stage: Callable[..., AbstractContextManager[Stage]],
+) -> None:
+    """Of each prompt those that its first choice found."""
+
+    def reply(record: RequestRecord, choice: int) -> Reply:
+        return Reply([9, 9], cached_tokens=len(record.prompt) - 1 if choice == 0 else 100)
+
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    prompts = {"prompt": [[5, 6, 7], [8] * 33], "n": 2, "max_tokens": 2, "temperature": 1.0}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    with make_stage(enable_prompt_tokens_details=True) as stage:
+        stage.engine.reply = reply
+        whole = stage.post("/v1/completions", **prompts).json()["usage"]
+        assert whole == {
+            "prompt_tokens": 36,
+            "completion_tokens": 8,
+            "total_tokens": 44,
+            "prompt_tokens_details": {"cached_tokens": 34},
+        }
+        chunks = [json.loads(event) for event in stage.stream("/v1/completions", stream_options=options, **prompts)]
+        assert chunks[-1]["usage"] == whole
+        assert {chunk["choices"][0]["index"] for chunk in chunks[:-1]} == {0, 1, 2, 3}
+        for chunk in chunks[:-1]:
+            details = {"cached_tokens": 2 if chunk["choices"][0]["index"] < 2 else 32}
+            assert chunk["usage"]["prompt_tokens_details"] == details
+        usage = stage.post("/v1/chat/completions", **chat).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] - 1}
+        stream = [json.loads(event) for event in stage.stream("/v1/chat/completions", stream_options=options, **chat)]
+        assert all(chunk["usage"]["prompt_tokens_details"] == usage["prompt_tokens_details"] for chunk in stream)
+        stage.engine.reply = lambda record, choice: Reply([9])
+        usage = stage.post("/v1/completions", prompt="x", max_tokens=1).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_prompts_of_all_four_kinds(stage: Stage, tokenizer: ModelTokenizer) -> None:

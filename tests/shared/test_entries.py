@@ -126,6 +126,7 @@ def output_rows(draw: st.DrawFn) -> OutputRow:
         logprobs=draw(st.none() | st.tuples(*[LOGPROBS] * len(tokens))),
         prompt_logprobs=draw(st.none() | st.lists(LOGPROBS, max_size=3).map(tuple)),
         problem=draw(st.none() | PROBLEMS),
+        cached_tokens=draw(st.just(0) | UINT32),
     )
 
 
@@ -145,6 +146,7 @@ def test_a_steps_output_comes_back_the_same(rows: list[OutputRow], term: int) ->
             logprobs=row.logprobs or None,
             prompt_logprobs=row.prompt_logprobs,
             problem=row.problem,
+            cached_tokens=row.cached_tokens,
         )
         for row in rows
     ]
@@ -156,6 +158,12 @@ def test_infinite_log_probabilities_survive() -> None:
     (event,) = decode_entry(encode_tokens([row], term=1, executor="e", epoch=1, step=1))
     assert isinstance(event, TokenEvent)
     assert event.logprobs == probs
+
+
+def test_only_rows_with_something_rare_have_a_note() -> None:
+    rows = [OutputRow(RequestId("g", 1), 0, 1, 0, (5,), cached_tokens=cached) for cached in (0, 16, 0)]
+    batch = log_pb2.LogEntry.FromString(encode_tokens(rows, term=1, executor="e", epoch=1, step=1)).tokens
+    assert [(note.row, note.cached_tokens) for note in batch.notes] == [(1, 16)]
 
 
 ATTEMPTS = st.builds(Attempt, UINT64, UINT32)
@@ -179,6 +187,7 @@ def snapshots(draw: st.DrawFn) -> SnapshotEvent:
         logprobs=draw(st.none() | st.tuples(*[LOGPROBS] * len(tokens))),
         prompt_logprobs=draw(st.none() | st.lists(LOGPROBS, max_size=3).map(tuple)),
         problem=draw(st.none() | PROBLEMS),
+        cached_tokens=draw(st.just(0) | UINT32),
     )
 
 

@@ -126,6 +126,14 @@ def test_prompt_logprobs_are_taken_once() -> None:
     assert fold.prompt_logprobs == first
 
 
+def test_cached_tokens_are_those_of_the_first_row_that_counts() -> None:
+    fold = folded(tokens(0, 5, cached_tokens=16), tokens(0, 5, 6, cached_tokens=32), tokens(2, 7, cached_tokens=48))
+    assert (fold.tokens, fold.cached_tokens) == ([5, 6, 7], 16)
+    assert folded(tokens(0, 5), tokens(0, 5, 6, cached_tokens=32)).cached_tokens == 0
+    silenced = folded(fence(SECOND), tokens(0, 5, cached_tokens=16), tokens(0, 5, attempt=SECOND, cached_tokens=32))
+    assert silenced.cached_tokens == 32
+
+
 def test_choices_and_requests_are_kept_apart() -> None:
     log = LogFold()
     for serial in (1, 2):
@@ -169,6 +177,7 @@ def token_events(draw: st.DrawFn) -> TokenEvent:
         logprobs=tuple(draw(PROBS) for _ in values) if asked else None,
         prompt_logprobs=draw(st.none() | st.tuples(PROBS)),
         problem=draw(PROBLEMS),
+        cached_tokens=draw(st.integers(0, 9)),
     )
 
 
@@ -225,7 +234,7 @@ def test_a_snapshot_and_the_rest_equal_the_whole(events: list[LogEvent], data: s
 
 
 def test_a_snapshot_replaces_everything_for_a_late_reader() -> None:
-    ended = SnapshotEvent(1, 0, SECOND, (5, 6), EndReason.STOP, 6, (TokenLogprobs(-1.0, 1),) * 2, None, None)
+    ended = SnapshotEvent(1, 0, SECOND, (5, 6), EndReason.STOP, 6, (TokenLogprobs(-1.0, 1),) * 2, None, None, 3)
     fold = ChoiceFold()
     assert fold.apply(ended)
     assert fold.snapshot(1, 0) == ended

@@ -28,6 +28,8 @@ class Sequence:
     bias_values: npt.NDArray[np.float32]
     # Collected until the first output carries them; None where not wanted or no longer complete.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None)
+    # Prompt tokens found in the prefix cache; 0 for a sequence resumed with outputs, whose prompt was told of before.
+    cached_tokens: int = 0
 
 
 class BatchState:
@@ -152,6 +154,7 @@ class BatchState:
             np.array([token for token, _ in sampling.logit_bias], np.int32),
             np.array([value for _, value in sampling.logit_bias], np.float32),
             [] if fresh else None,
+            new.num_computed if count == new.output_start else 0,
         )
         self.live[slot], self.ended[slot] = True, False
 

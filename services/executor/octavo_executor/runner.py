@@ -237,9 +237,11 @@ class Runner:
         elif state.num_tokens[slot] >= state.max_total[slot]:
             end = EndReason.LENGTH
         state.ended[slot] = end is not EndReason.NONE
+        own = None if logprobs is None else (logprobs,)
+        if position:
+            return OutputRow(*who, (token,), int(end), stop_token, own)
         prompt_logprobs = None
-        if position == 0 and sequence.prompt_logprobs is not None:
+        if sequence.prompt_logprobs is not None:
             prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
-        return OutputRow(
-            *who, (token,), int(end), stop_token, None if logprobs is None else (logprobs,), prompt_logprobs
-        )
+        cached_tokens = sequence.cached_tokens
+        return OutputRow(*who, (token,), int(end), stop_token, own, prompt_logprobs, cached_tokens=cached_tokens)

@@ -16,7 +16,7 @@ from octavo_gateway.choice_view import ChoiceView, Delta
 from octavo_gateway.errors import ApiError, error_body
 from octavo_gateway.render_chat import ChatRenderer
 from octavo_gateway.render_completion import CompletionRenderer
-from octavo_gateway.rendering import DONE, Renderer, error_events, shown_tokens, usage_of
+from octavo_gateway.rendering import DONE, Renderer, Usage, error_events, shown_tokens, usage_of
 from octavo_gateway.slot import Presentation, Slot
 from octavo_gateway.tracing import describe_answer
 from octavo_shared.fold import ChoiceFold
@@ -73,7 +73,7 @@ class Answer(Response):
 
     def _make_slots(self, echo_texts: Sequence[str]) -> dict[tuple[int, int], Slot]:
         assets = self._gateway.assets
-        slots = {}
+        slots: dict[tuple[int, int], Slot] = {}
         for place, (record, echo_text) in enumerate(zip(self._records, echo_texts, strict=True)):
             for choice in range(record.n):
                 view = ChoiceView(
@@ -84,7 +84,10 @@ class Answer(Response):
                     own_ends=assets.eos_token_ids,
                     ignore_eos=record.sampling.ignore_eos,
                 )
-                slots[record.id.serial, choice] = Slot(record, choice, place * record.n + choice, view, echo_text)
+                first = slots.get((record.id.serial, 0))
+                slots[record.id.serial, choice] = Slot(
+                    record, choice, place * record.n + choice, view, echo_text, first=first
+                )
         return slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,9 +232,11 @@ class Answer(Response):
     def _views(self, serial: int) -> list[ChoiceView]:
         return [slot.view for (own, _), slot in self._slots.items() if own == serial]
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> Usage:
         prompt = sum(len(record.prompt) for record in self._records)
-        return usage_of(prompt, sum(shown_tokens(self._presentation, slot) for slot in self._slots.values()))
+        shown = sum(shown_tokens(self._presentation, slot) for slot in self._slots.values())
+        cached = sum(self._slots[record.id.serial, 0].cached_tokens for record in self._records)
+        return usage_of(self._presentation, prompt, shown, cached)
 
     def _description(self) -> dict[str, Any]:
         now_s = time.monotonic()

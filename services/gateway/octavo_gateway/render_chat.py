@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from octavo_gateway.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from octavo_gateway.rendering import ChunkFraming, ending
+from octavo_gateway.rendering import ChunkFraming, Usage, ending
 from octavo_gateway.slot import Presentation, Slot
 from octavo_gateway.tokenizer import ModelTokenizer
 
@@ -44,10 +44,10 @@ class ChatRenderer:
         content = b',"delta":{"content":' + orjson.dumps(text) if text or finish is None else b',"delta":{'
         return self._framing.head(slot) + content + end + self._framing.tail(slot)
 
-    def usage_chunk(self, usage: dict[str, int]) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         return self._framing.usage_chunk(usage)
 
-    def whole(self, slots: Sequence[Slot], usage: dict[str, int]) -> bytes:
+    def whole(self, slots: Sequence[Slot], usage: Usage) -> bytes:
         answer: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion",

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from octavo_gateway.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from octavo_gateway.rendering import ChunkFraming, ending, shown_tokens
+from octavo_gateway.rendering import ChunkFraming, Usage, ending, shown_tokens
 from octavo_gateway.slot import Presentation, Slot
 from octavo_gateway.tokenizer import ModelTokenizer
 
@@ -46,10 +46,10 @@ class CompletionRenderer:
             text, slot.echo_text = slot.echo_text + text, ""
         return self._framing.head(slot) + b',"text":' + orjson.dumps(text) + end + self._framing.tail(slot)
 
-    def usage_chunk(self, usage: dict[str, int]) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         return self._framing.usage_chunk(usage)
 
-    def whole(self, slots: Sequence[Slot], usage: dict[str, int]) -> bytes:
+    def whole(self, slots: Sequence[Slot], usage: Usage) -> bytes:
         return orjson.dumps(
             {
                 "id": self._id,

@@ -11,6 +11,8 @@ from octavo_gateway.slot import Presentation, Slot
 
 DONE = b"data: [DONE]\n\n"
 
+Usage = dict[str, int | dict[str, int]]
+
 
 class Renderer(Protocol):
     """Turns what is new of a choice into bytes."""
@@ -23,22 +25,25 @@ class Renderer(Protocol):
         """New text and output tokens ``start`` … ``stop - 1``; b"" when there is nothing worth a chunk."""
         ...
 
-    def usage_chunk(self, usage: dict[str, int]) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk with nothing but the usage."""
         ...
 
-    def whole(self, slots: Sequence[Slot], usage: dict[str, int]) -> bytes:
+    def whole(self, slots: Sequence[Slot], usage: Usage) -> bytes:
         """The answer in one piece."""
         ...
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's usage object."""
-    return {
+def usage_of(presentation: Presentation, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """OpenAI's usage object; ``cached_tokens`` is shown only where the presentation says so."""
+    usage: Usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    if presentation.prompt_tokens_details:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage
 
 
 def shown_tokens(presentation: Presentation, slot: Slot) -> int:
@@ -87,10 +92,11 @@ class ChunkFraming:
         """Everything after a choice's own fields."""
         if not self._presentation.continuous_usage:
             return self._plain_tail
-        usage = usage_of(len(slot.record.prompt), shown_tokens(self._presentation, slot))
+        presentation = self._presentation
+        usage = usage_of(presentation, len(slot.record.prompt), shown_tokens(presentation, slot), slot.cached_tokens)
         return b'}],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def usage_chunk(self, usage: dict[str, int]) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk that has no choice."""
         return b"data: " + self._fields + b',"choices":[],"usage":' + orjson.dumps(usage) + b"}\n\n"
 

@@ -32,6 +32,8 @@ class Presentation:
     prompt_only: bool = False
     # Show prompt_logprobs as a field of their own.
     prompt_logprobs: bool = False
+    # Say in the usage how many prompt tokens were found in the prefix cache.
+    prompt_tokens_details: bool = False
     role: str = "assistant"
     # Say in "id:" lines how far each choice has come.
     resumable: bool = False
@@ -40,10 +42,33 @@ class Presentation:
 class Slot:
     """A choice's place in the answer: what has been said of it and the state needed to say more."""
 
-    __slots__ = ("began", "choice", "echo_text", "fold", "head", "index", "logprobs", "parts", "record", "view")
+    __slots__ = (
+        "_first",
+        "began",
+        "choice",
+        "echo_text",
+        "fold",
+        "head",
+        "index",
+        "logprobs",
+        "parts",
+        "record",
+        "view",
+    )
 
-    def __init__(self, record: RequestRecord, choice: int, index: int, view: ChoiceView, echo_text: str) -> None:
+    def __init__(
+        self,
+        record: RequestRecord,
+        choice: int,
+        index: int,
+        view: ChoiceView,
+        echo_text: str,
+        *,
+        first: Slot | None = None,
+    ) -> None:
         self.record = record
+        # Choice 0 of the same prompt; None for that one itself.
+        self._first = first
         # Number within the request, and within the answer.
         self.choice = choice
         self.index = index
@@ -56,6 +81,15 @@ class Slot:
         # The renderer's own: rendered beginnings of chunks, running text offsets.
         self.head = b""
         self.logprobs: object = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; 0 while its choice 0 has said nothing.
+
+        The other choices do not count: they find what choice 0 has computed.
+        """
+        fold = (self._first or self).fold
+        return fold.cached_tokens if fold is not None else 0
 
     def entries(self, start: int, stop: int) -> list[Entry]:
         """Output tokens ``start`` … ``stop - 1`` with their log-probabilities."""

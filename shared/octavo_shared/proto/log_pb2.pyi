@@ -210,8 +210,13 @@ class RowNote(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row of the batch."""
+    cached_tokens: _builtins.int
+    """Prompt tokens found in the prefix cache when the sequence got the slot in which it drew its first output; only with
+    output position 0. 0 = none, which alone makes no note.
+    """
     @_builtins.property
     def problem(self) -> Global___Problem:
         """Why it ended with END_REASON_ERROR."""
@@ -226,10 +231,11 @@ class RowNote(_message.Message):
         row: _builtins.int = ...,
         problem: Global___Problem | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "prompt_logprobs", b"prompt_logprobs", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,6 +336,7 @@ class ChoiceState(_message.Message):
     STOP_TOKEN_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     choice: _builtins.int
     term: _builtins.int
@@ -338,6 +345,8 @@ class ChoiceState(_message.Message):
     """int32[tokens]"""
     end: Global___EndReason.ValueType
     stop_token: _builtins.int
+    cached_tokens: _builtins.int
+    """As in the RowNote of output position 0."""
     @_builtins.property
     def logprobs(self) -> Global___Logprobs: ...
     @_builtins.property
@@ -357,10 +366,11 @@ class ChoiceState(_message.Message):
         stop_token: _builtins.int = ...,
         problem: Global___Problem | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end", b"end", "logprobs", b"logprobs", "n", b"n", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs", "serial", b"serial", "stop_token", b"stop_token", "term", b"term", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "end", b"end", "logprobs", b"logprobs", "n", b"n", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs", "serial", b"serial", "stop_token", b"stop_token", "term", b"term", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,6 +92,7 @@ def _presentation(gateway: Gateway, request: Request, body: GenerationBody, kind
         skip_special_tokens=body.skip_special_tokens is not False,
         tokens_as_ids=gateway.settings.return_tokens_as_token_ids if as_ids is None else as_ids,
         prompt_logprobs=body.prompt_logprobs is not None,
+        prompt_tokens_details=gateway.settings.enable_prompt_tokens_details,
         resumable=request.headers.get("x-octavo-resumable") == "1",
         **others,
     )

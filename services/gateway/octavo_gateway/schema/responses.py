@@ -7,12 +7,19 @@ from pydantic import BaseModel
 from octavo_gateway.schema.requests import FinishReason
 
 
+class PromptTokensDetails(BaseModel):
+    """What became of the prompt tokens."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class PromptLogprob(BaseModel):
