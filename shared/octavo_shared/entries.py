@@ -344,7 +344,7 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
             if note.HasField("problem"):
                 problem = _problem_from_proto(note.problem)
             cached = note.cached_tokens
-        told = tuple(tokens[start:stop])
+        told = (tokens[start],) if count == 1 else tuple(tokens[start:stop])
         yield TokenEvent(serial, choice, current, position, told, _ENDS[end], stop_token, own, prompt, problem, cached)
         start = stop
 
