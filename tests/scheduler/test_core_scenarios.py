@@ -435,6 +435,26 @@ def test_ended_in_the_middle_of_run_ahead() -> None:
     assert bench.scheduler.num_unacknowledged == 0
 
 
+def test_decodes_come_before_prefills_when_the_budget_is_short() -> None:
+    bench = Bench(num_blocks=100, max_num_batched_tokens=20, long_prefill_token_threshold=15)
+    long, short, late = (bench.add(length, max_tokens=50) for length in (100, 5, 100))
+    assert bench.granted(bench.step(), long, short) == [15, 5]
+    assert bench.granted(bench.step(), long, short, late) == [15, 1, 4]
+    assert bench.granted(bench.step(), long, short, late) == [15, 1, 4]
+
+
+def test_a_prompt_is_admitted_only_with_room_for_all_of_it() -> None:
+    """Otherwise two prompts that do not fit together would evict each other half-way."""
+    bench = Bench(num_blocks=8, long_prefill_token_threshold=16)
+    bench.add(80, max_tokens=5)
+    bench.add(80, max_tokens=5)
+    for _ in range(4):
+        plan = bench.step()
+        assert bench.admitted(plan) in ([0], [])
+        assert plan.row_tokens.tolist() == [16]
+    assert bench.scheduler.stats.preemptions == 0
+
+
 def test_a_row_that_failed_leaves_nothing_to_find() -> None:
     """Its logits were not numbers, so what it wrote into its pages is not worth sharing."""
     bench = Bench()
