@@ -15,18 +15,23 @@ import pstats
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.scheduler import Scheduler
-from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.core.sequence import Sequence as Choice
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import StepPlan, StepResult
 from octavo_shared.records import RequestRecord, SamplingParams
 
 BLOCK_SIZE = 16
 LONG_PROMPT = 8192
+WARM_UP = 48
+# Steps measured of one case before the next one has its turn.
+TURN = 20
 
 
 def make_scheduler(running: int, max_model_len: int, num_blocks: int) -> Scheduler:
@@ -43,7 +48,7 @@ def make_scheduler(running: int, max_model_len: int, num_blocks: int) -> Schedul
 
 def add(scheduler: Scheduler, serial: int, prompt: np.ndarray, max_tokens: int) -> None:
     record = RequestRecord(RequestId("bench", serial), 0, prompt, SamplingParams(max_tokens=max_tokens))
-    scheduler.add([Sequence(record, 0, 1, scheduler.config.max_model_len)])
+    scheduler.add([Choice(record, 0, 1, scheduler.config.max_model_len)])
 
 
 def answer(plan: StepPlan) -> StepResult:
@@ -54,37 +59,42 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.term, plan.epoch, plan.step, np.ones(samples, np.int32), tokens, ends)
 
 
-def steady_decode(running: int, waiting: int, steps: int, profile: cProfile.Profile | None = None) -> list[float]:
+def steady_decode(running: int, waiting: int, steps: int) -> Iterator[float]:
     """CPU seconds of schedule + commit for each of ``steps`` steps in which all of ``running`` decode."""
-    warm_up = 48
-    length = 64 + steps + warm_up + 64
+    length = 64 + steps + WARM_UP + 64
     scheduler = make_scheduler(running, length, running * (length // BLOCK_SIZE + 2))
     rng = np.random.default_rng(0)
     for serial in range(running):
         # Different lengths, so that block boundaries are crossed evenly.
-        add(scheduler, serial, rng.integers(0, 30000, 32 + serial % BLOCK_SIZE, dtype=np.int32), steps + warm_up + 16)
+        add(scheduler, serial, rng.integers(0, 30000, 32 + serial % BLOCK_SIZE, dtype=np.int32), steps + WARM_UP + 16)
     waiting_prompt = rng.integers(0, 30000, 32, dtype=np.int32)
     for serial in range(running, running + waiting):
         add(scheduler, serial, waiting_prompt, 16)
     sent: deque[StepPlan] = deque()
-    seconds = []
-    for step in range(steps + warm_up):
+    for step in range(steps + WARM_UP):
         result = answer(sent.popleft()) if len(sent) > 1 else None
-        if profile is not None and step == warm_up:
-            profile.enable()
         start = time.thread_time()
         if result is not None:
             scheduler.commit(result)
         plan = scheduler.schedule()
-        seconds.append(time.thread_time() - start)
+        seconds = time.thread_time() - start
         assert plan is not None
         sent.append(plan)
         scheduler.drain_events()
-    if profile is not None:
-        profile.disable()
+        if step >= WARM_UP:
+            yield seconds
     assert scheduler.num_running == running
     assert scheduler.num_waiting == waiting
-    return seconds[warm_up:]
+
+
+def in_turns(cases: Sequence[tuple[int, int]], steps: int) -> dict[tuple[int, int], list[float]]:
+    """Microseconds per step of each (running, waiting), a few steps of each in turn, so that a busy moment hits all."""
+    streams = {case: steady_decode(*case, steps) for case in cases}
+    micros: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    for _ in range(0, steps, TURN):
+        for case, stream in streams.items():
+            micros[case] += [1e6 * value for value in islice(stream, TURN)]
+    return micros
 
 
 def full_hit_admission(repeats: int) -> list[float]:
@@ -111,17 +121,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.profile:
         profile = cProfile.Profile()
-        steady_decode(1024, 0, arguments.steps, profile)
+        decode = steady_decode(1024, 0, arguments.steps)
+        next(decode)
+        profile.runcall(lambda: sum(decode))
         pstats.Stats(profile).sort_stats("tottime").print_stats(20)
         return
     medians: dict[tuple[int, int], float] = {}
     print(f"{'running':>8} {'waiting':>8} {'median us':>10} {'p90 us':>8} {'us/row':>7}")
-    for running in (256, 1024):
-        for waiting in (0, 100_000):
-            micros = [1e6 * value for value in steady_decode(running, waiting, arguments.steps)]
-            median = medians[running, waiting] = statistics.median(micros)
-            p90 = statistics.quantiles(micros, n=10)[-1]
-            print(f"{running:>8} {waiting:>8} {median:>10.0f} {p90:>8.0f} {median / running:>7.2f}")
+    cases = [(running, waiting) for running in (256, 1024) for waiting in (0, 100_000)]
+    for (running, waiting), micros in in_turns(cases, arguments.steps).items():
+        median = medians[running, waiting] = statistics.median(micros)
+        p90 = statistics.quantiles(micros, n=10)[-1]
+        print(f"{running:>8} {waiting:>8} {median:>10.0f} {p90:>8.0f} {median / running:>7.2f}")
     for running in (256, 1024):
         print(f"100,000 waiting costs x{medians[running, 100_000] / medians[running, 0]:.2f} at {running} running")
     print(f"1,024 running cost x{medians[1024, 0] / medians[256, 0]:.2f} of 256 running")
