@@ -11,8 +11,9 @@ import pytest
 from core_executor_model import ExecutorModel, expected_outcome
 
 from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.errors import NeverFitsError, OutOfStepError
 from octavo_scheduler.core.events import Admitted, Chunk, Ended, Preempted
-from octavo_scheduler.core.scheduler import NeverFitsError, OutOfStepError, Scheduler
+from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import StepPlan, StepResult

@@ -129,7 +129,7 @@ class CollisionMachine(CoreMachine):
 
     def make(self, config: CoreConfig) -> Harness:
         harness = Harness(config)
-        harness.scheduler._hasher = ColludingHasher(b"", config.block_size)
+        harness.scheduler.prefix_cache.hasher = ColludingHasher(b"", config.block_size)
         return harness
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.errors import NeverFitsError
 from octavo_scheduler.core.events import Admitted
-from octavo_scheduler.core.scheduler import NeverFitsError, Scheduler
+from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence, State
 from octavo_scheduler.core.stats import HitRateWindow
 from octavo_shared.ids import RequestId

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from octavo_scheduler.core.block_pool import BlockPool, IntegrityError
+from octavo_scheduler.core.block_pool import BlockPool
 from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.free_list import FreeList
 from octavo_scheduler.core.hashing import HASH_BYTES, BlockHasher
 from octavo_scheduler.core.in_flight import find_fills

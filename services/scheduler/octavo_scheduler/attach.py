@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from octavo_scheduler.core.scheduler import OutOfStepError
+from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
 from octavo_scheduler.service import SchedulerService
 from octavo_shared.entries import MalformedEntryError

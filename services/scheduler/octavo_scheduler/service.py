@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 from redis.exceptions import RedisError
 
-from octavo_scheduler.core.scheduler import NeverFitsError
+from octavo_scheduler.core.errors import NeverFitsError
 from octavo_scheduler.engine import Engine, choose_engine
 from octavo_scheduler.live import LiveRequest, LiveRequests
 from octavo_scheduler.metrics import SchedulerMetrics

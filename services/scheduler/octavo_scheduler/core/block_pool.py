@@ -12,13 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.free_list import FreeList
 from octavo_shared.records import Int32Array
-
-
-class IntegrityError(AssertionError):
-    """An invariant of the core does not hold."""
-
 
 # What a block continues: the commit number of the block before it, or the root of the chain.
 Parent = int | bytes

@@ -17,25 +17,18 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from octavo_scheduler.core.block_pool import BlockPool, IntegrityError
+from octavo_scheduler.core.block_pool import BlockPool
 from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.errors import IntegrityError, NeverFitsError, OutOfStepError
 from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event, Preempted
-from octavo_scheduler.core.hashing import BlockHasher
 from octavo_scheduler.core.in_flight import BlockFills, SentPlan, find_fills
+from octavo_scheduler.core.prefix_cache import PrefixCache
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
 from octavo_scheduler.core.slots import SlotTable
 from octavo_scheduler.core.stats import CoreStats
 from octavo_scheduler.core.waiting import POLICIES, WaitingQueue
 from octavo_shared.plan import NewSequence, StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
-
-
-class NeverFitsError(ValueError):
-    """A request that could not run even with the whole pool to itself."""
-
-
-class OutOfStepError(RuntimeError):
-    """A result that does not answer the oldest unacknowledged plan."""
 
 
 class Scheduler:
@@ -55,7 +48,7 @@ class Scheduler:
         self.table = SlotTable(config)
         self.waiting = WaitingQueue(POLICIES[config.policy])
         self.stats = CoreStats()
-        self._hasher = BlockHasher(hash_key, config.block_size)
+        self.prefix_cache = PrefixCache(config, self.pool, hash_key)
         self._key = POLICIES[config.policy]
         self._sequences: dict[int, Sequence] = {}
         self._leaders: dict[int, Sequence] = {}
@@ -81,8 +74,8 @@ class Scheduler:
                 raise NeverFitsError(f"{len(sequence.tokens)} tokens leave no room within {sequence.max_total_tokens}")
             if -(-(sequence.max_total_tokens - 1) // config.block_size) > config.num_blocks:
                 raise NeverFitsError(f"{sequence.max_total_tokens} tokens do not fit into the whole KV cache")
-        root = self._root(first)
-        shares = config.enable_prefix_caching and first.reads_cache and first.output_start > config.block_size
+        root = self.prefix_cache.root_of(first.record)
+        shares = self.prefix_cache.enabled and first.reads_cache and first.output_start > config.block_size
         for sequence in sequences:
             sequence.uid = sequence.arrival = self._next_uid
             self._next_uid += 1
@@ -167,8 +160,8 @@ class Scheduler:
         present = self.table.uid[plan.slots] == plan.uids
         self.table.in_flight[plan.slots[present]] -= 1
         self._commit_tokens(plan, result, present)
-        if plan.fills is not None and self.config.enable_prefix_caching:
-            self._commit_hashes(plan, plan.fills, result)
+        if plan.fills is not None and self.prefix_cache.enabled:
+            self._publish_fills(plan, plan.fills, result)
         for uid in plan.uids[~present].tolist():
             self._settle(uid)
         for sample in result.ends.nonzero()[0].tolist():
@@ -258,7 +251,7 @@ class Scheduler:
         while budget > 0 and not self.table.full and (sequence := self.waiting.peek()) is not None:
             if sequence.in_flight:
                 break
-            cached = self._cached_prefix(sequence)
+            cached = self.prefix_cache.find(sequence)
             start = len(cached) * self.config.block_size
             missing = len(sequence.tokens) - start
             grant = min(missing, budget, self.config.long_prefill_token_threshold or budget)
@@ -270,55 +263,25 @@ class Scheduler:
                 break
             self.waiting.pop()
             now = -(-(start + grant) // self.config.block_size) - len(cached)
-            admitted.append(self._admit(sequence, cached, now, grant))
+            admitted.append(self._admit(sequence, cached, now))
             grants.append(grant)
             reserved += need - now
             budget -= grant
         return admitted, grants
 
-    def _admit(self, sequence: Sequence, cached: Int32Array, num_new_blocks: int, grant: int) -> NewSequence:
+    def _admit(self, sequence: Sequence, cached: Int32Array, num_new_blocks: int) -> NewSequence:
         self.pool.acquire(cached.tolist())
         blocks = np.concatenate([cached, self.pool.allocate(num_new_blocks)])
         start = len(cached) * self.config.block_size
         num_tokens = len(sequence.tokens)
         slot = self.table.take(sequence, blocks, start)
         sequence.state = State.RUNNING
-        sequence.num_findable = len(cached)
-        sequence.parent = self.pool.as_parent(int(cached[-1])) if len(cached) else sequence.root
+        self.prefix_cache.adopt(sequence, cached)
         step = self._step + 1
-        if self.config.enable_prefix_caching:
+        if self.prefix_cache.enabled:
             self.stats.count_lookup(num_tokens, start, resumed=sequence.preemptions > 0)
         self._events.append(Admitted(sequence, step, num_tokens, start))
-        record = sequence.record
-        return NewSequence(
-            slot=slot,
-            request_id=record.id,
-            choice=sequence.choice,
-            attempt=sequence.attempt,
-            tokens=sequence.tokens,
-            output_start=sequence.output_start,
-            num_computed=start,
-            block_table=blocks,
-            sampling=record.sampling,
-            seed=record.sampling.seed_of(sequence.choice),
-            max_total_tokens=sequence.max_total_tokens,
-            lora=record.lora,
-            no_cache_read=not sequence.reads_cache,
-            deadline_us=record.deadline_us,
-            traceparent=record.traceparent,
-        )
-
-    def _cached_prefix(self, sequence: Sequence) -> Int32Array:
-        """Blocks that hold its leading tokens already. The last token is always computed: its logits are needed."""
-        if not self.config.enable_prefix_caching or not sequence.reads_cache:
-            return _NONE
-        usable = (len(sequence.tokens) - 1) // self.config.block_size
-        self._hasher.extend(sequence.chain, sequence.root, sequence.tokens, usable)
-        return self.pool.match(sequence.chain[:usable], sequence.root, sequence.tokens)
-
-    def _root(self, sequence: Sequence) -> bytes:
-        record = sequence.record
-        return self._hasher.root(self.config.fingerprint, record.lora, record.tenant, record.cache_salt)
+        return sequence.placed(slot, blocks, start)
 
     # --- sending ---
 
@@ -390,7 +353,7 @@ class Scheduler:
             if sequence is not None and sequence.slot == NO_SLOT:
                 sequence.tokens = np.concatenate([sequence.tokens, tokens])
 
-    def _commit_hashes(self, plan: SentPlan, fills: BlockFills, result: StepResult) -> None:
+    def _publish_fills(self, plan: SentPlan, fills: BlockFills, result: StepResult) -> None:
         """Blocks filled by this step become findable, under the identity they had when it was planned."""
         # A row that could not be sampled (its logits were not numbers) leaves pages nobody should read.
         sound = np.ones(len(plan.slots), np.bool_)
@@ -409,19 +372,13 @@ class Scheduler:
         )
         for start, uid, is_sound, index, block, generation in columns:
             sequence = self._sequences.get(uid)
-            if sequence is None or not is_sound or sequence.num_findable != index:
+            if sequence is None or not is_sound:
                 continue
             if sequence.slot != NO_SLOT:
                 content = contents[start : start + size]
             else:
                 content = sequence.tokens.data.cast("B")[index * size : (index + 1) * size].tobytes()
-            chain = sequence.chain
-            if len(chain) == index:
-                parent_hash = chain[-1] if chain else self._hasher.start(sequence.root)
-                chain.append(self._hasher.follow(parent_hash, content))
-            parent = self.pool.commit(block, generation, chain[index], sequence.parent, content)
-            if parent is not None:
-                sequence.num_findable, sequence.parent = index + 1, parent
+            self.prefix_cache.publish(sequence, index, block, generation, content)
 
     def _settle(self, uid: int) -> None:
         """A plan that named a sequence let go meanwhile is acknowledged; after the last one it may resume (rule R4)."""
@@ -477,6 +434,7 @@ class Scheduler:
             IntegrityError: the first breach found.
         """
         table = self.table
+        table.check_integrity(self.config.block_size)
         self.pool.check_integrity(table.references(self.config.num_blocks))
         for sequence in self._sequences.values():
             running = sequence.state is State.RUNNING
@@ -486,12 +444,6 @@ class Scheduler:
         states = {State.WAITING, State.DRAINING}
         if waiting != {uid for uid, sequence in self._sequences.items() if sequence.state in states}:
             raise IntegrityError("the waiting queue and the states disagree")
-        order = table.order
-        covered = -(-table.planned[order] // self.config.block_size)
-        if (covered > table.num_blocks[order]).any() or (table.planned[order] > table.expected[order]).any():
-            raise IntegrityError("a sequence runs ahead of its blocks or tokens")
-        if (table.expected[order] > table.max_total[order]).any():
-            raise IntegrityError("a sequence was planned past its length")
         if not self._sequences and not self._sent and self.pool.num_used:
             raise IntegrityError("blocks are referenced although nothing runs")
 

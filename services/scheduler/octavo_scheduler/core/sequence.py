@@ -7,6 +7,7 @@ from enum import Enum
 import numpy as np
 
 from octavo_shared.ids import RequestId
+from octavo_shared.plan import NewSequence
 from octavo_shared.records import Int32Array, RequestRecord, SamplingParams
 
 NO_SLOT = -1
@@ -91,3 +92,24 @@ class Sequence:
     def reads_cache(self) -> bool:
         """Log-probabilities of the prompt need every position computed, unless they have been delivered."""
         return self.sampling.prompt_logprobs is None or len(self.tokens) > self.output_start
+
+    def placed(self, slot: int, blocks: Int32Array, num_computed: int) -> NewSequence:
+        """How a plan tells an executor of it: it takes ``slot`` with ``blocks``, ``num_computed`` tokens being there."""
+        record = self.record
+        return NewSequence(
+            slot=slot,
+            request_id=record.id,
+            choice=self.choice,
+            attempt=self.attempt,
+            tokens=self.tokens,
+            output_start=self.output_start,
+            num_computed=num_computed,
+            block_table=blocks,
+            sampling=record.sampling,
+            seed=record.sampling.seed_of(self.choice),
+            max_total_tokens=self.max_total_tokens,
+            lora=record.lora,
+            no_cache_read=not self.reads_cache,
+            deadline_us=record.deadline_us,
+            traceparent=record.traceparent,
+        )

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo_scheduler.core.config import CoreConfig
+from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence
 from octavo_shared.records import Int32Array
 
@@ -108,3 +109,18 @@ class SlotTable:
         """How often the block tables name each block, int64[num_blocks]."""
         rows = [self.block_table[slot, : self.num_blocks[slot]] for slot in self._running]
         return np.bincount(np.concatenate(rows), minlength=num_blocks) if rows else np.zeros(num_blocks, np.int64)
+
+    def check_integrity(self, block_size: int) -> None:
+        """Verify that lengths, blocks and slots fit together.
+
+        Raises:
+            IntegrityError: the first breach found.
+        """
+        order = self.order
+        covered = -(-self.planned[order] // block_size)
+        if (covered > self.num_blocks[order]).any() or (self.planned[order] > self.expected[order]).any():
+            raise IntegrityError("a sequence runs ahead of its blocks or tokens")
+        if (self.expected[order] > self.max_total[order]).any() or (self.known[order] > self.expected[order]).any():
+            raise IntegrityError("a sequence was planned past its length, or knows more tokens than were planned")
+        if sorted([*self._free, *self._running]) != list(range(len(self.uid))):
+            raise IntegrityError("a slot is in two places or in none")
