@@ -134,9 +134,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where a step's time went (seconds): waiting idle for the plan, preparing the batch, forward, sampling.
+    """Where a step's time went (seconds).
 
-    ``publish_s`` is the most recent append to the log, which runs beside the forward pass.
+    ``wait_s``: the executor was idle and waited for the plan. ``queued_s``: the plan was there and waited for the step
+    before it. Then preparing the batch, forward, sampling. ``publish_s`` is the most recent append to the log, which runs
+    beside the forward pass.
     """
 
     wait_s: float = 0.0
@@ -144,6 +146,7 @@ class StepTimings:
     forward_s: float = 0.0
     sample_s: float = 0.0
     publish_s: float = 0.0
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,7 @@ def _result_to_proto(result: StepResult) -> pb.StepResult:
             forward_s=timings.forward_s,
             sample_s=timings.sample_s,
             publish_s=timings.publish_s,
+            queued_s=timings.queued_s,
         ),
     )
 
@@ -294,7 +295,7 @@ def _result_from_proto(message: pb.StepResult) -> StepResult:
         ends=np.frombuffer(message.ends, np.uint8),
         failed=message.status == pb.STEP_STATUS_FAILED,
         message=message.message,
-        timings=StepTimings(timings.wait_s, timings.prepare_s, timings.forward_s, timings.sample_s, timings.publish_s),
+        timings=StepTimings(**{name: getattr(timings, name) for name in StepTimings.__dataclass_fields__}),
     )
     if len(result.ends) != len(result.sample_counts) or not _adds_up(result.sample_counts, len(result.tokens)):
         raise ValueError("columns of a result do not fit together")

@@ -482,3 +482,23 @@ def test_requests_of_a_gateway_that_is_gone_end_and_its_log_goes(valkey: str, tm
             assert await stage.streams.log_names() == set()
 
     play(scene, valkey, tmp_path)
+
+
+def test_a_broken_core_is_noticed_when_idle_and_replaced(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1)
+            await executor.work(2)
+            stage.service.engines[0].core.pool.acquire([15])
+            await executor.work(2)
+
+            async def replaced() -> bool:
+                return stage.service.engines[0].core.epoch == 2
+
+            await stage.until(replaced)
+            assert b'octavo:integrity_breaches_total{engine="0",model_name="tiny"} 1.0' in stage.service.exposition()
+            await stage.admit(2)
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+
+    play(scene, valkey, tmp_path)

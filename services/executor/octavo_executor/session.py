@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -39,7 +40,7 @@ class Session:
         self._info = info
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = executor_pb2_grpc.SchedulerStub(self._channel)
-        self._incoming: queue.SimpleQueue[Welcome | StepPlan | Refusal | None] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[tuple[float, Welcome | StepPlan | Refusal | None]] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[FromExecutor | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self.highest_term = info.highest_term
@@ -53,16 +54,16 @@ class Session:
         for thread in self._threads:
             thread.start()
 
-    def receive(self) -> Welcome | StepPlan | None:
-        """The next welcome or plan; waits. None once the session is closed.
+    def receive(self) -> tuple[float, Welcome | StepPlan | None]:
+        """The next welcome or plan, with the time (``perf_counter`` seconds) it came; waits. None: the session is closed.
 
         Raises:
             RefusedError: the scheduler refuses this executor for good.
         """
-        message = self._incoming.get()
+        arrived, message = self._incoming.get()
         if isinstance(message, Refusal):
             raise RefusedError(message.reason)
-        return message
+        return arrived, message
 
     def send(self, message: FromExecutor) -> None:
         """Queue a message; it is lost if the line drops (a new epoch follows then)."""
@@ -71,7 +72,7 @@ class Session:
     def close(self) -> None:
         """Hang up; ``receive`` returns None. Safe to call from any thread or signal handler."""
         self._stop.set()
-        self._incoming.put(None)
+        self._incoming.put((time.perf_counter(), None))
         self._outgoing.put(None)
 
     def join(self) -> None:
@@ -92,7 +93,7 @@ class Session:
                     if isinstance(message, Welcome):
                         retry_s = _FIRST_RETRY_S
                         self.highest_term = max(self.highest_term, message.term)
-                    self._incoming.put(message)
+                    self._incoming.put((time.perf_counter(), message))
                 why = "the scheduler hung up"
             except grpc.RpcError as error:
                 why = error.details() if isinstance(error, grpc.Call) else str(error)

@@ -47,14 +47,14 @@ class StepLoop:
             RefusedError: the scheduler refuses this executor.
         """
         while True:
-            start = time.perf_counter()
-            message = self._session.receive()
+            asked = time.perf_counter()
+            arrived, message = self._session.receive()
             if message is None:
                 return
             if isinstance(message, Welcome):
                 self._begin(message)
             elif self._follows(message):
-                self._step(message, time.perf_counter() - start)
+                self._step(message, wait_s=max(arrived - asked, 0.0), queued_s=max(asked - arrived, 0.0))
 
     def _begin(self, welcome: Welcome) -> None:
         if welcome.term < self._term:
@@ -78,7 +78,7 @@ class StepLoop:
         self._session.send(Resync(self._epoch, self._next_step, reason))
         return False
 
-    def _step(self, plan: StepPlan, wait_s: float) -> None:
+    def _step(self, plan: StepPlan, *, wait_s: float, queued_s: float) -> None:
         try:
             output = self._runner.execute(plan)
         except Exception as error:
@@ -88,7 +88,7 @@ class StepLoop:
             failure = StepResult(plan.term, plan.epoch, plan.step, NO_INTS, NO_INTS, NO_BYTES, True, message)
             self._session.send(failure)
             return
-        timings = replace(output.result.timings, wait_s=wait_s, publish_s=self._outbox.append_s)
+        timings = replace(output.result.timings, wait_s=wait_s, queued_s=queued_s, publish_s=self._outbox.append_s)
         self._session.send(replace(output.result, timings=timings))
         self._next_step += 1
         self._session.step = plan.step

@@ -124,14 +124,15 @@ class _Session:
 
     def _begin(self) -> None:
         assert self._info is not None
-        engine = self._service.attach(self._info, self._outgoing.put_nowait)
+        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch)
         self._engine = engine
         self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
         self._service.ready(engine)
 
     def _new_epoch(self, why: str) -> None:
         """Start afresh with the same executor: its requests resume from the log."""
-        assert self._engine is not None
+        if self._engine is None:
+            return
         logger.error("executor %s begins a new epoch: %s", self._engine.info.name, why)
         old, self._engine = self._engine, None
         self._service.detach(old, failed_message=why)

@@ -43,7 +43,11 @@ class Acknowledged:
 
 
 class Engine:
-    """Plans for one executor in one epoch. ``send`` hands a plan to the wire; it never blocks."""
+    """Plans for one executor in one epoch.
+
+    ``send`` hands a plan to the wire; it never blocks. ``restart`` begins a new epoch with the same executor, and is told
+    why: the requests resume from the log.
+    """
 
     def __init__(
         self,
@@ -54,8 +58,10 @@ class Engine:
         epoch: int,
         hash_key: bytes,
         send: Callable[[StepPlan], None],
+        restart: Callable[[str], None],
     ) -> None:
         self.info = info
+        self.restart = restart
         self.core = Scheduler(core_config(info, settings), term=term, epoch=epoch, hash_key=hash_key)
         self._send = send
         # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.

@@ -67,6 +67,10 @@ class SchedulerMetrics:
         self._hit_rate = Gauge(
             "octavo:prefix_cache_hit_rate", "Hit rate over the last 1,000 requests.", _LABELS, registry=self.registry
         )
+        self._breaches = Counter(
+            "octavo:integrity_breaches", "Broken invariants of the core.", _LABELS, registry=self.registry
+        )
+        self._breaches.labels(*self._values)
         self._reported: dict[str, int] = {}
 
     def observe_lookup(self, num_tokens: int, cached_tokens: int, waited_s: float) -> None:
@@ -86,20 +90,23 @@ class SchedulerMetrics:
         self._decode_time.labels(*self._values).observe(decode_s)
         self._inference_time.labels(*self._values).observe(inference_s)
 
+    def count_breach(self) -> None:
+        """An invariant of the core does not hold."""
+        self._breaches.labels(*self._values).inc()
+
     def observe_step(self, tokens: int, plan_s: float, round_trip_s: float, timings: StepTimings) -> None:
         """A step is acknowledged. ``round_trip_s`` runs from sending its plan to hearing its result."""
         if tokens:
             self._iteration.labels(*self._values).observe(tokens)
-        busy = timings.prepare_s + timings.forward_s + timings.sample_s + timings.publish_s
+        computing_s = timings.prepare_s + timings.forward_s + timings.sample_s
         phases = {
             "plan": plan_s,
-            "round_trip": round_trip_s,
+            "wire": max(round_trip_s - timings.queued_s - computing_s, 0.0),
             "idle": timings.wait_s,
             "prepare": timings.prepare_s,
             "forward": timings.forward_s,
             "sample": timings.sample_s,
             "publish": timings.publish_s,
-            "busy": busy,
         }
         for phase, seconds in phases.items():
             self._step.labels(*self._values, phase).observe(seconds)

@@ -125,6 +125,8 @@ class SchedulerProcess:
         waited_s = PUBLISH_S
         while True:
             busy = service.busy
+            if was_busy and not busy:
+                service.check_integrity()
             if waited_s >= PUBLISH_S or (was_busy and not busy):
                 waited_s = 0.0
                 with contextlib.suppress(RedisError, OSError):

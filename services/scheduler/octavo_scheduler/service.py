@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 from redis.exceptions import RedisError
 
-from octavo_scheduler.core.errors import NeverFitsError
+from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.engine import Engine, choose_engine
 from octavo_scheduler.live import LiveRequest, LiveRequests
 from octavo_scheduler.metrics import SchedulerMetrics
@@ -172,10 +172,18 @@ class SchedulerService:
 
     # --- executors ---
 
-    def attach(self, info: ExecutorInfo, send: Callable[[StepPlan], None]) -> Engine:
+    def attach(self, info: ExecutorInfo, send: Callable[[StepPlan], None], restart: Callable[[str], None]) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
         self._epoch += 1
-        return Engine(info, self.settings, term=self.term, epoch=self._epoch, hash_key=self._hash_key, send=send)
+        return Engine(
+            info,
+            self.settings,
+            term=self.term,
+            epoch=self._epoch,
+            hash_key=self._hash_key,
+            send=send,
+            restart=restart,
+        )
 
     def ready(self, engine: Engine) -> None:
         """The executor has been welcomed: plans may be sent from now on."""
@@ -254,6 +262,15 @@ class SchedulerService:
 
     def _pump(self, engine: Engine) -> None:
         self.observer.happened(engine.pump(), engine.core.epoch)
+
+    def check_integrity(self) -> None:
+        """Check every core (it takes time: call it while nothing runs); one that is broken begins a new epoch."""
+        for engine in list(self.engines):
+            try:
+                engine.core.check_integrity()
+            except IntegrityError as error:
+                self.metrics.count_breach()
+                engine.restart(f"the scheduler's core is broken: {error}")
 
     # --- what others are told ---
 

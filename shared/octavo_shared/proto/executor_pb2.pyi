@@ -568,14 +568,17 @@ class StepTimings(_message.Message):
     FORWARD_S_FIELD_NUMBER: _builtins.int
     SAMPLE_S_FIELD_NUMBER: _builtins.int
     PUBLISH_S_FIELD_NUMBER: _builtins.int
+    QUEUED_S_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
-    """Waiting for this plan to arrive while idle."""
+    """Idle: the executor waited for this plan."""
     prepare_s: _builtins.float
     """Decoding the plan and updating the batch."""
     forward_s: _builtins.float
     sample_s: _builtins.float
     publish_s: _builtins.float
     """Appending tokens to the log: the most recent append, which runs beside the forward pass."""
+    queued_s: _builtins.float
+    """The plan waited for the executor: it lay there while the step before it ran."""
     def __init__(
         self,
         *,
@@ -584,10 +587,11 @@ class StepTimings(_message.Message):
         forward_s: _builtins.float = ...,
         sample_s: _builtins.float = ...,
         publish_s: _builtins.float = ...,
+        queued_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_s", b"forward_s", "prepare_s", b"prepare_s", "publish_s", b"publish_s", "sample_s", b"sample_s", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_s", b"forward_s", "prepare_s", b"prepare_s", "publish_s", b"publish_s", "queued_s", b"queued_s", "sample_s", b"sample_s", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
