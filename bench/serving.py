@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 
+from stack import server, step_seconds
+
+# In the order in which a step meets them; publish and plan run beside the forward pass of the step before.
+PHASES = ("plan", "wire", "idle", "prepare", "forward", "sample", "publish")
 RESULTS = Path(__file__).parent / "results"
 # Concurrency and how many requests make a run of about half a minute on two cores.
 RUNS = ((1, 16), (8, 64), (32, 160))
@@ -33,23 +34,6 @@ COLUMNS = (
 )
 
 
-@contextmanager
-def server(model: list[str], flags: list[str]) -> Iterator[str]:
-    """A running `octavo serve`; its base URL."""
-    command = [sys.executable, "-m", "octavo", "serve", *model, "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"is ready: .* on (http://\S+) ", line):
-                yield found[1]
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
 def measure(url: str, concurrency: int, prompts: int, input_tokens: int, output_tokens: int) -> dict[str, float]:
     """One run of `octavo bench serve`; its figures."""
     name = f"serving-c{concurrency}.json"
@@ -63,6 +47,21 @@ def measure(url: str, concurrency: int, prompts: int, input_tokens: int, output_
     return figures
 
 
+Steps = dict[str, tuple[float, int]]
+
+
+def settled_steps(url: str) -> Steps:
+    """The step times once the server has published those of the last step (it does so every second)."""
+    time.sleep(1.5)
+    return step_seconds(url)
+
+
+def mean_ms(before: Steps, after: Steps, phase: str) -> float:
+    """Milliseconds per step between two readings."""
+    seconds, count = before.get(phase, (0.0, 0))
+    return 1e3 * (after[phase][0] - seconds) / (after[phase][1] - count)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("model", nargs="*", help="MODEL of octavo serve, then `--` and its flags")
@@ -71,14 +70,23 @@ def main() -> None:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:split])
-    rows = []
-    with server(args.model, words[split + 1 :]) as url:
+    rows, steps = [], []
+    with server(*args.model, *words[split + 1 :]) as url:
         for concurrency, prompts in RUNS:
+            before = settled_steps(url)
             rows.append((concurrency, measure(url, concurrency, prompts, args.input_len, args.output_len)))
+            after = settled_steps(url)
+            steps.append((concurrency, {phase: mean_ms(before, after, phase) for phase in PHASES}))
     print("\n| concurrency | " + " | ".join(title for title, _, _ in COLUMNS) + " |")
     print("|---" * (len(COLUMNS) + 1) + "|")
     for concurrency, figures in rows:
         print(f"| {concurrency} | " + " | ".join(f"{figures[key]:.{digits}f}" for _, key, digits in COLUMNS) + " |")
+
+    print("\nMilliseconds per step, mean:\n")
+    print("| concurrency | " + " | ".join(PHASES) + " |")
+    print("|---" * (len(PHASES) + 1) + "|")
+    for concurrency, phases in steps:
+        print(f"| {concurrency} | " + " | ".join(f"{phases[phase]:.2f}" for phase in PHASES) + " |")
 
 
 if __name__ == "__main__":

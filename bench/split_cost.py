@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from stack import server
 
 from octavo.in_process import InProcess
 from octavo.models import resolve_model
@@ -81,26 +79,6 @@ def work(args: argparse.Namespace) -> None:
         print(sum(len(fold.tokens) for fold in outputs.values()) / seconds, flush=True)
 
 
-@contextmanager
-def full_stack(folder: Path) -> Iterator[str]:
-    """`octavo serve` on a free port; yields its URL."""
-    command = [sys.executable, "-m", "octavo", "serve", str(folder), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := re.search(r"ready: .* on (http://\S+) ", line):
-            break
-    else:
-        raise SystemExit("octavo serve did not become ready")
-    drain = subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL)
-    try:
-        yield match[1]
-    finally:
-        process.terminate()
-        process.wait(30)
-        drain.wait(5)
-
-
 def stack_round(url: str, folder: Path, args: argparse.Namespace, seed: int) -> float:
     """Output tokens per second of one batch, as `octavo bench serve` measures it."""
     with tempfile.TemporaryDirectory() as results:
@@ -129,7 +107,7 @@ def main() -> None:
     folder = resolve_model(None).path
     inside, through = [], []
     side = InProcessSide(folder, args)
-    with full_stack(folder) as url:
+    with server(str(folder)) as url:
         for seed in range(args.rounds + 1):
             inside.append(side.round(seed))
             through.append(stack_round(url, folder, args, seed))
