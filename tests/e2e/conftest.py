@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,3 +41,11 @@ def start_stack(model_folder: Path) -> Iterator[Callable[..., Stack]]:
 def stack(start_stack: Callable[..., Stack]) -> Stack:
     """A stack with default settings that tests share; each leaves it idle."""
     return start_stack()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
