@@ -7,6 +7,7 @@ the environment, the environment over the default.
 from __future__ import annotations
 
 import re
+import socket
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -111,6 +112,7 @@ class SchedulerSettings(CommonSettings):
     max_num_batched_tokens: Count | None = setting(
         None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
     )
+    enable_chunked_prefill: bool = setting(True, "scheduler", "Compute long prompts in pieces beside decodes.")
     long_prefill_token_threshold: Count = setting(
         0, "scheduler", "Most tokens of one prompt per step; 0 = no limit.", ge=0
     )
@@ -121,7 +123,9 @@ class ExecutorSettings(CommonSettings):
     """Weights, pages and the forward pass."""
 
     scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path of the scheduler.")
-    executor_name: str = setting("executor-0", "scheduler", "Name of this executor, stable across restarts.")
+    executor_name: str = setting(
+        socket.gethostname(), "scheduler", "Name of this executor, stable across restarts (default: the host's name)."
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "model", "Where to compute.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "model", "Type of weights and activations."

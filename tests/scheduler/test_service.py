@@ -502,3 +502,13 @@ def test_a_broken_core_is_noticed_when_idle_and_replaced(valkey: str, tmp_path: 
             await stage.until(stage.all_acknowledged)
 
     play(scene, valkey, tmp_path)
+
+
+def test_settings_that_do_not_suit_an_executor_refuse_it(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            refusal = await executor.hear()
+            assert isinstance(refusal, Refusal)
+            assert "chunked prefill" in refusal.reason
+
+    play(scene, valkey, tmp_path, enable_chunked_prefill=False)

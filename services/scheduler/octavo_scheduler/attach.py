@@ -102,13 +102,17 @@ class _Session:
 
     def _introduce(self, info: ExecutorInfo) -> None:
         reason = self._refusal(info)
-        if reason:
-            logger.error("executor %s refused: %s", info.name, reason)
-            self._outgoing.put_nowait(Refusal(reason))
-            self._outgoing.put_nowait(None)
-            return
-        self._info = info
-        self._begin()
+        if not reason:
+            self._info = info
+            try:
+                self._begin()
+                return
+            except ValueError as error:
+                # Its sizes and this scheduler's settings do not go together.
+                reason = str(error)
+        logger.error("executor %s refused: %s", info.name, reason)
+        self._outgoing.put_nowait(Refusal(reason))
+        self._outgoing.put_nowait(None)
 
     def _refusal(self, info: ExecutorInfo) -> str:
         model = self._service.settings.model_name

@@ -28,6 +28,7 @@ def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
         fingerprint=info.fingerprint,
         policy=settings.scheduling_policy,
         enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         run_ahead=info.run_ahead,
     )
