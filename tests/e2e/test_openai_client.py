@@ -204,3 +204,28 @@ def test_request_ids_are_minted_by_us(stack: Stack, model: str) -> None:
     ).json()
     assert RequestId.parse(str(RequestId("abc", 5))) == RequestId("abc", 5)
     assert answer["id"].startswith("cmpl-")
+
+
+def test_the_metrics_add_up(start_stack: Callable[..., Stack]) -> None:
+    """vLLM's own check of its metrics, with its numbers: 10 completions of 10 tokens each."""
+    stack = start_stack("--served-model-name", "m", "--max-model-len", "256")
+    prompts = [[100 + i] * (5 + i) for i in range(10)]
+    for prompt in prompts:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 10, "ignore_eos": True, "temperature": 0}
+        httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    stack.wait_idle()
+    total = sum(map(len, prompts))
+    wait_for_metric(stack, "vllm:iteration_tokens_total_sum", total + 100)
+    expected = {
+        "vllm:time_to_first_token_seconds_count": 10,
+        "vllm:inter_token_latency_seconds_count": 90,
+        "vllm:prompt_tokens_total": total,
+        "vllm:generation_tokens_total": 100,
+        "vllm:request_success_total": 10,
+        "vllm:request_queue_time_seconds_count": 10,
+        "vllm:request_prefill_time_seconds_count": 10,
+        "vllm:request_decode_time_seconds_count": 10,
+        "vllm:kv_cache_usage_perc": 0,
+    }
+    assert {name: stack.metric(name) for name in expected} == expected
+    stack.stop()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo_scheduler.core.config import CoreConfig
-from octavo_scheduler.core.events import Ended, Event
+from octavo_scheduler.core.events import Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence
 from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
@@ -36,7 +36,10 @@ def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """What a step's result brought, the seconds from sending its plan to hearing its result, and the tokens it computed."""
+    """What a step's result brought, the seconds from sending its plan to hearing its result, and the step's tokens.
+
+    ``tokens`` are counted as vLLM counts an iteration's: prompt tokens computed plus tokens drawn.
+    """
 
     events: list[Event]
     round_trip_s: float
@@ -67,6 +70,7 @@ class Engine:
         self._send = send
         # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.
         self._unlogged: deque[tuple[int, Sequence]] = deque()
+        # Per unacknowledged plan: when it was sent, and the prompt tokens it computes.
         self._sent: deque[tuple[float, int]] = deque()
         self.last_heard_s = time.monotonic()
         self.plan_s = 0.0
@@ -75,11 +79,15 @@ class Engine:
     def pump(self) -> list[Event]:
         """Send every plan that may be sent now; returns what happened meanwhile."""
         start = time.perf_counter()
+        events: list[Event] = []
         while (plan := self.core.schedule()) is not None:
             self._send(plan)
-            self._sent.append((time.perf_counter(), int(plan.row_tokens.sum())))
+            fresh = self.core.drain_events()
+            prompt_tokens = sum(event.count for event in fresh if isinstance(event, Chunk))
+            self._sent.append((time.perf_counter(), prompt_tokens))
+            events += fresh
         self.plan_s = time.perf_counter() - start
-        return self.core.drain_events()
+        return events + self.core.drain_events()
 
     def take_result(self, result: StepResult) -> Acknowledged:
         """Take a step's result in.
@@ -90,8 +98,8 @@ class Engine:
         self.core.commit(result)
         events = self.core.drain_events()
         self._unlogged += [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
-        sent_at, tokens = self._sent.popleft()
-        return Acknowledged(events, time.perf_counter() - sent_at, tokens)
+        sent_at, prompt_tokens = self._sent.popleft()
+        return Acknowledged(events, time.perf_counter() - sent_at, prompt_tokens + len(result.tokens))
 
     def take_logged(self, step: int) -> list[Sequence]:
         """Everything up to ``step`` is in the log: the sequences whose ends are final by that."""
