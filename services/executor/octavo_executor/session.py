@@ -15,7 +15,15 @@ from octavo_shared.entries import MalformedEntryError
 from octavo_shared.plan import ExecutorInfo, StepPlan
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
-from octavo_shared.wire import FromExecutor, Heartbeat, Refusal, Welcome, from_scheduler, to_scheduler
+from octavo_shared.wire import (
+    KEEPALIVE_OPTIONS,
+    FromExecutor,
+    Heartbeat,
+    Refusal,
+    Welcome,
+    from_scheduler,
+    to_scheduler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +34,7 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    *KEEPALIVE_OPTIONS,
 ]
 
 

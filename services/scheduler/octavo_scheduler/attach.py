@@ -16,9 +16,31 @@ from octavo_shared.entries import MalformedEntryError
 from octavo_shared.plan import PROTOCOL_VERSION, ExecutorInfo, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
-from octavo_shared.wire import FromScheduler, Heartbeat, Logged, Refusal, Resync, Welcome, from_executor, to_executor
+from octavo_shared.wire import (
+    KEEPALIVE_OPTIONS,
+    FromScheduler,
+    Heartbeat,
+    Logged,
+    Refusal,
+    Resync,
+    Welcome,
+    from_executor,
+    to_executor,
+)
 
 logger = logging.getLogger(__name__)
+
+_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.so_reuseport", 0)]
+# Sizes beyond these are a fault of the executor: the scheduler's own tables would fill any machine.
+_SIZES = {
+    "num_device_blocks": (1, 1 << 24),
+    "block_size": (1, 1 << 16),
+    "max_model_len": (1, 1 << 28),
+    "max_num_seqs": (1, 1 << 16),
+    "max_num_batched_tokens": (1, 1 << 28),
+    "vocab_size": (1, 1 << 28),
+    "run_ahead": (0, 64),
+}
 
 Outgoing = asyncio.Queue[FromScheduler | None]
 
@@ -107,7 +129,7 @@ class _Session:
             try:
                 self._begin()
                 return
-            except ValueError as error:
+            except (ValueError, MemoryError) as error:
                 # Its sizes and this scheduler's settings do not go together.
                 reason = str(error)
         logger.error("executor %s refused: %s", info.name, reason)
@@ -122,8 +144,11 @@ class _Session:
             return f"it serves {info.model!r}, this scheduler {model!r}"
         if info.highest_term > self._service.term:
             return f"it has seen term {info.highest_term}, this scheduler holds only {self._service.term}"
-        if min(info.num_device_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens) < 1:
-            return "its sizes must be positive"
+        if self._engine is not None:
+            return "it has introduced itself before on this line"
+        for name, (least, most) in _SIZES.items():
+            if not least <= getattr(info, name) <= most:
+                return f"its {name} must be from {least} to {most}, not {getattr(info, name)}"
         return ""
 
     def _begin(self) -> None:
@@ -149,7 +174,7 @@ async def start_server(service: SchedulerService, address: str) -> tuple[grpc.ai
     Raises:
         RuntimeError: the address cannot be listened on.
     """
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 << 20), ("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=[*_OPTIONS, *KEEPALIVE_OPTIONS])
     executor_pb2_grpc.add_SchedulerServicer_to_server(AttachServicer(service), server)
     port = server.add_insecure_port(address)
     await server.start()

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
 BATCH = 256
+# While requests keep coming, how often to look for some that never arrived.
+LOOK_S = 5.0
 # An abort may overtake the request it names by as long as the other reader may be behind.
 EARLY_ABORT_S = 60.0
 
@@ -31,6 +33,8 @@ class Intake:
         self._consumer = consumer
         self._early: dict[RequestId, tuple[float, AbortRecord]] = {}
         self._after: bytes | str = "0"
+        self._acted_on: list[bytes] = []
+        self._looked_at = time.monotonic()
 
     async def requests(self) -> None:
         """Hand every new request to the service."""
@@ -49,22 +53,45 @@ class Intake:
                 await asyncio.sleep(RETRY_S)
 
     async def _read_requests(self) -> None:
-        for entry_id, payload in await self._streams.read_requests(self._consumer, count=BATCH, block_ms=BLOCK_MS):
+        entries = await self._streams.read_requests(self._consumer, count=BATCH, block_ms=BLOCK_MS)
+        for entry_id, payload in entries:
             self._service.accept(entry_id, payload)
+        if not entries or time.monotonic() - self._looked_at > LOOK_S:
+            await self._find_lost()
         if self._early:
             self._apply_early()
+
+    async def _find_lost(self) -> None:
+        """Accept requests that were read for us in an answer that never came.
+
+        When a connection breaks after Redis has carried a read out, what it returned is pending with this consumer and no
+        further read brings it up.
+        """
+        self._looked_at = time.monotonic()
+        # As of before asking: what is acknowledged meanwhile may still be in the answer.
+        known = self._service.entries_in_hand()
+        if await self._streams.num_pending() <= len(known):
+            return
+        for entry_id, payload in await self._streams.read_pending(self._consumer):
+            if entry_id not in known:
+                logger.info("entry %s of the model stream got lost on its way here; found", entry_id.decode())
+                self._service.accept(entry_id, payload)
 
     async def _read_aborts(self) -> None:
         entries = await self._streams.read_aborts(self._after, block_ms=BLOCK_MS)
         for entry_id, record in entries:
-            self._after = entry_id
-            if record is None or self._service.abort(record):
-                continue
-            if (await self._streams.unfinished([record.request_id]))[0]:
+            if record is not None and not self._service.abort(record) and await self._is_coming(record.request_id):
                 self._early[record.request_id] = (time.monotonic(), record)
-        await self._streams.delete_aborts([entry_id for entry_id, _ in entries])
+            # Only now: when Redis fails in between, this one is read again.
+            self._after = entry_id
+            self._acted_on.append(entry_id)
+        await self._streams.delete_aborts(self._acted_on)
+        self._acted_on.clear()
         if self._early:
             self._apply_early()
+
+    async def _is_coming(self, request_id: RequestId) -> bool:
+        return (await self._streams.unfinished([request_id]))[0]
 
     def _apply_early(self) -> None:
         """Aborts that came before their request: apply those whose request is here now, drop those too old."""

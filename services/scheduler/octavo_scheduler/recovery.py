@@ -28,24 +28,28 @@ class Resumption:
 async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) -> list[Resumption]:
     """Give every open choice of ``lives`` a new attempt of ``term`` and find out where it starts.
 
+    Choices whose end is on its way into the log are left alone: a fence that overtook it would void it.
+
     Raises:
         redis.exceptions.RedisError: the log is out of reach; nothing has been decided, call again.
     """
     by_log: dict[str, list[LiveRequest]] = defaultdict(list)
+    running = {live.record.id: sorted(live.open - live.ending) for live in lives}
     for live in lives:
         live.attempt_n += 1
-        by_log[live.record.id.log].append(live)
+        if running[live.record.id]:
+            by_log[live.record.id.log].append(live)
     resumed: list[Resumption] = []
     for log, members in by_log.items():
         fences = [
             FenceEvent(live.record.id.serial, choice, Attempt(term, live.attempt_n))
             for live in members
-            for choice in sorted(live.open)
+            for choice in running[live.record.id]
         ]
         await streams.append_log(log, encode_fences(fences))
         states = await _read_to_fences(streams, log, fences)
         for live in members:
-            mine = {choice: states[live.record.id.serial, choice] for choice in live.open}
+            mine = {choice: states[live.record.id.serial, choice] for choice in running[live.record.id]}
             ended = tuple(choice for choice, state in mine.items() if state.end)
             outputs = {choice: list(state.tokens) for choice, state in mine.items() if not state.end}
             resumed.append(Resumption(live, outputs, ended))

@@ -57,6 +57,8 @@ class SchedulerService:
         self.live = LiveRequests()
         self.engines: list[Engine] = []
         # Requests that wait for an executor, with what they have put out so far.
+        # Entries of the model stream from their reading to their acknowledgement.
+        self._in_hand: set[bytes] = set()
         self._lobby: list[tuple[LiveRequest, dict[int, list[int]]]] = []
         self._homes: dict[RequestId, Engine] = {}
         self._strikes: dict[RequestId, int] = {}
@@ -68,20 +70,30 @@ class SchedulerService:
 
     def accept(self, entry_id: bytes, payload: bytes) -> None:
         """A request was read from the model stream; it stays pending there until all its ends are logged."""
+        self._in_hand.add(entry_id)
         try:
             record = decode_request(payload)
         except MalformedEntryError as error:
             logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
             self._spawn(self._finish(entry_id, None))
             return
+        if self.live.get(record.id) is not None:
+            logger.warning("request %s is in the model stream twice; dropped once", record.id)
+            self._spawn(self._finish(entry_id, None))
+            return
         live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
         self.live.add(live)
         self._place(live, {})
+
+    def entries_in_hand(self) -> frozenset[bytes]:
+        """Entries of the model stream that have been read and are still to be acknowledged, as far as is known here."""
+        return frozenset(self._in_hand)
 
     async def take_over(self, entries: list[tuple[bytes, bytes]]) -> None:
         """Requests that an earlier term left pending: fence, read, resume. Called once, before anything is accepted."""
         lives = []
         for entry_id, payload in entries:
+            self._in_hand.add(entry_id)
             try:
                 record = decode_request(payload)
             except MalformedEntryError:
@@ -159,6 +171,7 @@ class SchedulerService:
 
     async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
         await self._insist(lambda: self.streams.finish_request(entry_id, request_id))
+        self._in_hand.discard(entry_id)
 
     async def _insist(self, operation: Callable[[], Awaitable[None]]) -> None:
         """Repeat an idempotent operation on the log until it succeeds."""
