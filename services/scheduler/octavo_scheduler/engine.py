@@ -34,6 +34,12 @@ def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
     )
 
 
+# An executor that says nothing for this long, not even a heartbeat, does not count as ready.
+SILENCE_S = 5.0
+# A step that takes this long does not count as progress. The longest honest ones are whole-budget prefills on a slow CPU.
+STUCK_S = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
     """What a step's result brought, the seconds from sending its plan to hearing its result, and the step's tokens.
@@ -73,6 +79,7 @@ class Engine:
         # Per unacknowledged plan: when it was sent, and the prompt tokens it computes.
         self._sent: deque[tuple[float, int]] = deque()
         self.last_heard_s = time.monotonic()
+        self._last_progress_s = time.monotonic()
         self.plan_s = 0.0
         self.draining = False
 
@@ -80,6 +87,8 @@ class Engine:
         """Send every plan that may be sent now; returns what happened meanwhile."""
         start = time.perf_counter()
         events: list[Event] = []
+        if not self._sent:
+            self._last_progress_s = time.monotonic()
         while (plan := self.core.schedule()) is not None:
             self._send(plan)
             fresh = self.core.drain_events()
@@ -98,6 +107,7 @@ class Engine:
         self.core.commit(result)
         events = self.core.drain_events()
         self._unlogged += [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
+        self._last_progress_s = time.monotonic()
         sent_at, prompt_tokens = self._sent.popleft()
         return Acknowledged(events, time.perf_counter() - sent_at, prompt_tokens + len(result.tokens))
 
@@ -107,6 +117,11 @@ class Engine:
         while self._unlogged and self._unlogged[0][0] <= step:
             final.append(self._unlogged.popleft()[1])
         return final
+
+    def is_making_progress(self, now_s: float) -> bool:
+        """It speaks, and no step takes suspiciously long. ``now_s`` is in seconds of the monotonic clock."""
+        step_s = now_s - self._last_progress_s if self._sent else 0.0
+        return now_s - self.last_heard_s < SILENCE_S and step_s < STUCK_S
 
     @property
     def load(self) -> int:

@@ -37,8 +37,6 @@ from octavo_shared.wire import Heartbeat, Logged
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-# An executor that says nothing for this long (not even a heartbeat) does not count as ready.
-SILENCE_S = 5.0
 # Steps that may fail with a request in them before the request is given up.
 MAX_STRIKES = 3
 
@@ -290,7 +288,7 @@ class SchedulerService:
     def limits(self) -> ModelLimits:
         """What gateways need to know."""
         now = time.monotonic()
-        alive = [engine for engine in self.engines if now - engine.last_heard_s < SILENCE_S]
+        alive = [engine for engine in self.engines if engine.is_making_progress(now)]
         infos = [engine.info for engine in self.engines]
         return ModelLimits(
             model=self.settings.model_name,
@@ -298,7 +296,7 @@ class SchedulerService:
             pool_tokens=min((info.num_device_blocks * info.block_size for info in infos), default=0),
             vocab_size=min((info.vocab_size for info in infos), default=0),
             ready=bool(alive),
-            reason="" if alive else "executors are silent" if self.engines else "no executor is attached",
+            reason="" if alive else "no executor makes progress" if self.engines else "no executor is attached",
             executors=len(alive),
             term=self.term,
         )
