@@ -622,3 +622,34 @@ def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
             assert not engine.is_making_progress(now + STUCK_S + 1), "it beats but its step never ends"
 
     play(scene, valkey, tmp_path)
+
+
+def test_a_poisonous_request_harms_no_other(valkey: str, tmp_path: Path) -> None:
+    """Request 3 of six breaks every step it is in: it alone ends with an error, with or without company."""
+    poison = 3
+
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            for serial in range(1, 7):
+                await stage.admit(serial, max_tokens=3)
+            slots: dict[int, int] = {}
+            ends = 0
+            while ends < 5:
+                plan = await executor.hear()
+                if not isinstance(plan, StepPlan):
+                    slots.clear()
+                    continue
+                slots.update({new.slot: new.request_id.serial for new in plan.admit})
+                if poison in [slots[slot] for slot in plan.row_slots.tolist()]:
+                    executor.fail(plan)
+                    continue
+                result, rows = executor.carry_out(plan)
+                executor.say(result)
+                await executor.log(plan, rows)
+                ends += int((result.ends > 0).sum())
+            await stage.until(stage.all_acknowledged)
+        for serial in range(1, 7):
+            expected = ([], EndReason.ERROR) if serial == poison else ([100, 101, 102], EndReason.LENGTH)
+            assert await stage.fold(serial) == expected, serial
+
+    play(scene, valkey, tmp_path)

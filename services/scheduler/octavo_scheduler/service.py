@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 from redis.exceptions import RedisError
 
+from octavo_scheduler.blame import Blame
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.engine import Engine, choose_engine
 from octavo_scheduler.live import LiveRequest, LiveRequests
@@ -37,8 +38,6 @@ from octavo_shared.wire import Heartbeat, Logged
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-# Steps that may fail with a request in them before the request is given up.
-MAX_STRIKES = 3
 
 
 class SchedulerService:
@@ -59,7 +58,7 @@ class SchedulerService:
         self._in_hand: set[bytes] = set()
         self._lobby: list[tuple[LiveRequest, dict[int, list[int]]]] = []
         self._homes: dict[RequestId, Engine] = {}
-        self._strikes: dict[RequestId, int] = {}
+        self._blame = Blame()
         self._epoch = 0
         self._hash_key = secrets.token_bytes(16)
         self._background: set[asyncio.Task[None]] = set()
@@ -118,7 +117,7 @@ class SchedulerService:
         if live.open <= live.ending:
             return
         engine = choose_engine(self.engines)
-        if engine is None:
+        if engine is None or not self._blame.may_start(live.record.id):
             self._lobby.append((live, outputs))
             return
         sequences = live.start(outputs, engine.core.config.max_model_len)
@@ -164,7 +163,7 @@ class SchedulerService:
         finished = self.live.close(request_id, choice)
         if finished is not None:
             self._homes.pop(request_id, None)
-            self._strikes.pop(request_id, None)
+            self._acquit(request_id)
             self._spawn(self._finish(finished.entry_id, request_id))
 
     async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
@@ -208,9 +207,20 @@ class SchedulerService:
             config.max_concurrency,
             config.max_model_len,
         )
+        self._place_lobby()
+
+    def _place_lobby(self) -> None:
+        """Requests that waited for an executor, or for a trial to end, may go."""
         waiting, self._lobby = self._lobby, []
         for live, outputs in waiting:
             self._place(live, outputs)
+
+    def _acquit(self, request_id: RequestId) -> None:
+        """A request has ended or got further: if it was on trial, the others may go on."""
+        was_on_trial = self._blame.on_trial == request_id
+        self._blame.forget(request_id)
+        if was_on_trial:
+            self._place_lobby()
 
     def detach(self, engine: Engine, *, failed_message: str = "") -> None:
         """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches."""
@@ -219,18 +229,22 @@ class SchedulerService:
         self.engines.remove(engine)
         self.observer.epoch_over(engine.core.epoch)
         lives = [live for live in self.live if self._homes.get(live.record.id) is engine]
+        given_up = []
         for live in lives:
             self._homes.pop(live.record.id, None)
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
             if any(engine.core.is_in_flight(sequence) for sequence in live.sequences):
-                self._strikes[live.record.id] = self._strikes.get(live.record.id, 0) + 1
+                tokens = sum(engine.core.known_tokens(sequence) for sequence in live.sequences)
+                if self._blame.failed(live.record.id, tokens):
+                    given_up.append(live)
             live.sequences = []
-        struck = [live for live in lives if self._strikes.get(live.record.id, 0) >= MAX_STRIKES]
-        for live in struck:
+        for live in given_up:
             problem = Problem(f"The request failed repeatedly: {failed_message or 'its executor was lost'}")
             self._end_choices(live, set(live.open), EndReason.ERROR, problem)
-        rest = [live for live in lives if live not in struck]
+        # Suspects first: whoever starts on trial is to have nothing beside it.
+        rest = [live for live in lives if live not in given_up]
+        rest.sort(key=lambda live: not self._blame.is_suspect(live.record.id))
         if rest:
             self._spawn(self._resume(rest))
 
@@ -256,9 +270,20 @@ class SchedulerService:
         epoch = engine.core.epoch
         # The next plan first: everything else can wait behind the forward pass.
         planned = engine.pump()
+        self._judge(engine)
         self.observer.acknowledged(epoch, result.step)
         self.observer.happened(acknowledged.events + planned, epoch)
         self.metrics.observe_step(acknowledged.tokens, engine.plan_s, acknowledged.round_trip_s, result.timings)
+
+    def _judge(self, engine: Engine) -> None:
+        """If the request on trial has got further, it was not the one."""
+        accused = self._blame.on_trial
+        live = self.live.get(accused) if accused is not None else None
+        if live is None or self._homes.get(live.record.id) is not engine:
+            return
+        tokens = sum(engine.core.known_tokens(sequence) for sequence in live.sequences)
+        if self._blame.got_further(live.record.id, tokens):
+            self._place_lobby()
 
     def take_logged(self, engine: Engine, logged: Logged) -> None:
         """Tokens and ends up to a step are in the log."""

@@ -121,6 +121,10 @@ class Scheduler:
         """Some unacknowledged plan names it."""
         return bool(sequence.in_flight if sequence.slot == NO_SLOT else self.table.in_flight[sequence.slot])
 
+    def known_tokens(self, sequence: Sequence) -> int:
+        """Tokens it has, prompt included, as far as results are back."""
+        return len(sequence.tokens) if sequence.slot == NO_SLOT else int(self.table.known[sequence.slot])
+
     @property
     def sequences(self) -> list[Sequence]:
         """Every sequence that has not ended."""
