@@ -10,6 +10,7 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
@@ -27,6 +29,8 @@ from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord
 
 GROUP = "scheduler"
 FIELD = b"e"
+# Of one process. Hundreds of requests may begin or end in the same moment; this many are on their way at once.
+MAX_CONNECTIONS = 64
 IDEMPOTENCY_TTL_S = 24 * 3600
 
 # Set-if-absent on the request id and, when given, on the tenant's idempotency key; only then the append (rule L6).
@@ -126,6 +130,14 @@ class LogPage:
     malformed: int = 0
 
 
+class _PatientPool(redis.asyncio.BlockingConnectionPool):
+    """Connections for whoever comes first. When all are busy one waits; the plain pool raises as if Redis were away."""
+
+    async def release(self, connection: AbstractConnection) -> None:
+        # A release that is cancelled half-way would never give the connection back.
+        await asyncio.shield(super().release(connection))
+
+
 class Streams:
     """The log of one model, over one asyncio Redis client."""
 
@@ -145,8 +157,10 @@ class Streams:
         quiet = MaintNotificationsConfig(enabled=False)
         # A connection over a unix socket refuses this option outright.
         keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
-        client = redis.asyncio.Redis.from_url(url, maint_notifications_config=quiet, **keepalive)
-        return cls(client, model)
+        pool = _PatientPool.from_url(
+            url, max_connections=MAX_CONNECTIONS, maint_notifications_config=quiet, **keepalive
+        )
+        return cls(redis.asyncio.Redis.from_pool(pool), model)
 
     async def close(self) -> None:
         """Give the connections back."""

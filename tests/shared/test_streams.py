@@ -140,6 +140,23 @@ def test_no_tenant_can_spell_anothers_idempotency_key(run: Run) -> None:
     run(scenario)
 
 
+def test_a_rush_waits_for_connections(run: Run, url: str) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        await asyncio.gather(*(s.admit(record(serial)) for serial in range(1, 501)))
+        assert len(await s.read_requests("c", count=1000, block_ms=1)) == 500
+        # Cancelled ones give their connections back.
+        for _ in range(3):
+            tasks = [asyncio.create_task(s.append_log("g", entry(1, 0, 5))) for _ in range(300)]
+            await asyncio.sleep(0.002)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(s.unfinished([RequestId("g", serial)]) for serial in range(1, 501)))
+
+    run(scenario)
+
+
 def test_admission_by_many_at_once_lets_one_through(run: Run, url: str) -> None:
     async def scenario(s: Streams) -> None:
         others = [Streams.connect(url, "org/model") for _ in range(8)]
