@@ -1,9 +1,10 @@
-"""``python -m octavo_executor``: an executor configured by environment variables alone."""
+"""``python -m octavo_executor``."""
 
 import sys
 
 from octavo_executor.serve import run
-from octavo_shared.settings import ExecutorSettings, load_settings
+from octavo_shared.entry import service_main
+from octavo_shared.settings import ExecutorSettings
 
 if __name__ == "__main__":
-    sys.exit(run(load_settings(ExecutorSettings)))
+    sys.exit(service_main("octavo_executor", ExecutorSettings, run))

@@ -67,8 +67,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(settings: GatewaySettings) -> None:
-    """Serve until SIGINT or SIGTERM; returns after a clean stop.
+def run(settings: GatewaySettings) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status after a clean stop.
 
     Raises:
         SettingError: the model's folder cannot be used.
@@ -89,3 +89,4 @@ def run(settings: GatewaySettings) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
+    return 0
