@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 from octavo.errors import CommandError
+from octavo.home import octavo_home
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(words[1:])
     except CommandError as error:
         print(f"octavo {words[0]}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        home = octavo_home()
+        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(home):
+            raise
+        reason = f"{error.strerror}: {error.filename}" if str(error.filename) != str(home) else error.strerror
+        print(f"octavo {words[0]}: OCTAVO_HOME: {home} cannot be used ({reason})", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from octavo_shared.records import MAX_CHOICES
@@ -45,8 +45,24 @@ def split_list(value: Any) -> Any:
     return value
 
 
+def check_redis_url(value: str) -> str:
+    """Refuse what is no Redis URL."""
+    if not value.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("must begin with redis://, rediss:// or unix://")
+    return value
+
+
+def check_keys(value: list[str]) -> list[str]:
+    """Refuse blank keys: whoever passes an empty variable believes the server protected."""
+    if any(not key.strip() for key in value):
+        raise ValueError("a key must not be blank")
+    return value
+
+
 Count = Annotated[int, BeforeValidator(parse_count)]
+RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
 NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
+KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
 
 
 def setting(default: Any, group: str, help: str, **constraints: Any) -> Any:
@@ -65,7 +81,9 @@ class CommonSettings(BaseSettings):
     served_model_name: NameList = setting(
         [], "model", "Names clients may use, comma separated; the first one is reported. Default: the folder's name."
     )
-    redis_url: str = setting("redis://127.0.0.1:6379/0", "log", "Redis or Valkey: redis://, rediss:// or unix:// URL.")
+    redis_url: RedisUrl = setting(
+        "redis://127.0.0.1:6379/0", "log", "Redis or Valkey: redis://, rediss:// or unix:// URL."
+    )
     otlp_traces_endpoint: str | None = setting(None, "observability", "OTLP/gRPC endpoint that traces are sent to.")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "observability", "Least severe log lines shown."
@@ -82,7 +100,7 @@ class GatewaySettings(CommonSettings):
 
     host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
     port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
-    api_key: NameList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
+    api_key: KeyList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
     allowed_origins: NameList = setting(["*"], "HTTP", "Origins that browsers may call from.")
     max_request_body_bytes: Count = setting(16 << 20, "HTTP", "Larger request bodies are refused with 413.", ge=1)
     error_code_style: Literal["openai", "vllm"] = setting(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from octavo_executor.kv_cache import PoolRequest, block_bytes, plan_num_blocks
+from octavo_executor.serve import load_model
 from octavo_executor.spec import (
     ModelError,
     RopeSpec,
@@ -26,7 +27,7 @@ from octavo_executor.spec import (
 )
 from octavo_executor.weights import choose_dtypes, load_weights
 from octavo_kernels import choose_kernels
-from octavo_shared.settings import SettingError
+from octavo_shared.settings import ExecutorSettings, SettingError, load_settings
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -108,6 +109,10 @@ def test_broken_configs_are_model_errors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
         read_spec(tmp_path)
+    for change in ({"hidden_size": "wide"}, {"num_attention_heads": None}, {"rope_parameters": 5}, {"vocab_size": []}):
+        (tmp_path / "config.json").write_text(json.dumps({**BASE, **change}))
+        with pytest.raises(ModelError, match="makes no sense"):
+            read_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         model_fingerprint(tmp_path, "float32")
@@ -205,6 +210,20 @@ def test_pool_sizes() -> None:
     ):
         with pytest.raises(SettingError, match=name):
             plan_num_blocks(replace(request, **change))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"max_num_seqs": 1 << 30}, "--max-num-seqs"),
+        ({"max_num_batched_tokens": 1 << 40}, "--max-num-batched-tokens"),
+        ({"num_gpu_blocks_override": 1 << 40}, "--num-gpu-blocks-override"),
+    ],
+)
+def test_sizes_beyond_the_machine_are_refused(tmp_path: Path, flags: dict[str, int], named: str) -> None:
+    save_tiny_model("llama", tmp_path)
+    with pytest.raises(SettingError, match=named):
+        load_model(load_settings(ExecutorSettings, model=str(tmp_path), **flags), "e")
 
 
 def test_waiting_threads_soon_sleep_unless_told_otherwise() -> None:

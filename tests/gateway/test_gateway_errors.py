@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,9 @@ from gateway_stage import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Reply, Stage, default_
 
 from octavo_gateway import body as body_module
 from octavo_gateway import http_protocol
+from octavo_gateway.model_assets import load_assets
 from octavo_shared.records import EndReason, Problem
+from octavo_shared.settings import GatewaySettings, SettingError, load_settings
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 USER = [{"role": "user", "content": "hi"}]
@@ -392,6 +395,12 @@ def test_large_bodies_are_refused_while_health_answers(stage: Stage) -> None:
     assert answers[0].status_code == 413
     whole = httpx.post(f"{stage.url}/v1/completions", content=b"x" * 27_000_000, timeout=60)
     assert whole.status_code == 413
+
+
+def test_a_broken_tokenizer_is_an_error_of_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"a":')
+    with pytest.raises(SettingError, match=r"--model .*tokenizer\.json is no tokenizer"):
+        load_assets(load_settings(GatewaySettings, model=str(tmp_path)))
 
 
 def test_clients_that_never_come_to_the_point_are_hung_up_on(

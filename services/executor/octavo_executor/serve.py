@@ -66,6 +66,11 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
     max_model_len = _max_model_len(settings, spec)
     weights = load_weights(folder, spec, kernels, dtypes, _Progress())
     num_blocks, max_model_len = _pool(settings, page_bytes, block_size, max_model_len, max_num_seqs)
+    _check_memory(
+        num_blocks * page_bytes,
+        max_tokens * _step_widths(spec) * dtypes.activations.itemsize,
+        max_num_seqs * -(-max_model_len // block_size) * 4,
+    )
     cache = KvCache(spec, num_blocks, block_size, dtypes.kv, kernels.empty)
     transformer = Transformer(
         spec,
@@ -135,6 +140,31 @@ def _pool(
             "the KV cache holds %d tokens: the model length is lowered from %d to that", shorter, max_model_len
         )
         return num_blocks, shorter
+
+
+def _step_widths(spec: ModelSpec) -> int:
+    """Elements that one token takes in the buffers of a step."""
+    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+    return 3 * spec.hidden_size + heads * spec.head_dim + 3 * spec.intermediate_size
+
+
+def _check_memory(pool_bytes: int, step_bytes: int, tables_bytes: int) -> None:
+    """Refuse sizes for which the system would end this process, or others, half-way.
+
+    Raises:
+        SettingError: names what is too large.
+    """
+    memory = psutil.virtual_memory()
+    if pool_bytes > memory.total:
+        raise SettingError(
+            f"--num-gpu-blocks-override or --kv-cache-memory-bytes: a KV cache of {pool_bytes / 2**30:.1f} GiB is more than "
+            f"this machine's {memory.total / 2**30:.1f} GiB of memory"
+        )
+    if step_bytes + tables_bytes > memory.available:
+        raise SettingError(
+            f"--max-num-batched-tokens or --max-num-seqs: the buffers of a step would take "
+            f"{(step_bytes + tables_bytes) / 2**30:.1f} GiB, more than the {memory.available / 2**30:.1f} GiB that are free"
+        )
 
 
 class _Progress:

@@ -221,7 +221,13 @@ def read_spec(folder: Path) -> ModelSpec:
         ModelError: as ``spec_from_config``, or a file cannot be read.
     """
     generation = folder / "generation_config.json"
-    return spec_from_config(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else None)
+    config = _read_json(folder / "config.json")
+    try:
+        return spec_from_config(config, _read_json(generation) if generation.exists() else None)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{folder / 'config.json'} makes no sense: {type(error).__name__}: {error}") from error
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

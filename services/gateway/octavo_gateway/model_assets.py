@@ -31,13 +31,17 @@ def load_assets(settings: GatewaySettings) -> ModelAssets:
     """Read the model folder.
 
     Raises:
-        SettingError: the folder has no tokenizer.json, or the chat template cannot be read.
+        SettingError: the folder has no usable tokenizer.json, or the chat template cannot be read.
     """
     folder = Path(settings.model)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise SettingError(f"--model (OCTAVO_MODEL): {path} does not exist")
-    tokenizer = ModelTokenizer.load(path)
+    try:
+        tokenizer = ModelTokenizer.load(path)
+    except Exception as error:
+        # The library raises plain exceptions for whatever is wrong with the file.
+        raise SettingError(f"--model (OCTAVO_MODEL): {path} is no tokenizer: {error}") from error
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     generation_config = _read_json(folder / "generation_config.json")
     special_tokens = _special_tokens(tokenizer_config)
