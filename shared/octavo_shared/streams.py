@@ -130,6 +130,10 @@ class LogPage:
     malformed: int = 0
 
 
+class NoGroupError(RuntimeError):
+    """The model stream has no consumer group (any more)."""
+
+
 class _PatientPool(redis.asyncio.BlockingConnectionPool):
     """Connections for whoever comes first. When all are busy one waits; the plain pool raises as if Redis were away."""
 
@@ -188,8 +192,20 @@ class Streams:
                 raise
 
     async def read_requests(self, consumer: str, *, count: int, block_ms: int) -> list[tuple[bytes, bytes]]:
-        """New entries of the model stream as (entry id, payload); they are pending from now on."""
-        reply = await self.client.xreadgroup(GROUP, consumer, {self.keys.requests: ">"}, count=count, block=block_ms)
+        """New entries of the model stream as (entry id, payload); they are pending from now on.
+
+        Raises:
+            NoGroupError: the stream or its consumer group has been deleted; ``create_group`` makes both.
+        """
+        try:
+            reply = await self.client.xreadgroup(
+                GROUP, consumer, {self.keys.requests: ">"}, count=count, block=block_ms
+            )
+        except ResponseError as error:
+            # Valkey says UNBLOCKED to a read that waits while the stream goes away.
+            if str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                raise NoGroupError(str(error)) from error
+            raise
         return _entries(reply)
 
     async def num_pending(self) -> int:

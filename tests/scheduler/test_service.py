@@ -467,6 +467,18 @@ def test_a_request_whose_reading_was_never_answered_is_found(valkey: str, tmp_pa
     play(scene, valkey, tmp_path)
 
 
+def test_a_deleted_model_stream_is_made_anew(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            await stage.streams.client.delete(stage.streams.keys.requests)
+            await stage.admit(1)
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+
+    play(scene, valkey, tmp_path)
+
+
 def test_a_request_that_is_in_the_stream_twice_runs_once(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.until(lambda: _true(stage.process.service is not None))

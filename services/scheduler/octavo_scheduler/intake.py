@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from octavo_scheduler.service import RETRY_S, SchedulerService
 from octavo_shared.ids import RequestId
 from octavo_shared.records import AbortRecord
-from octavo_shared.streams import Streams
+from octavo_shared.streams import NoGroupError, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,20 @@ class Intake:
         while True:
             try:
                 await read()
+            except NoGroupError:
+                # Somebody has deleted the model stream. What was in it is gone; what comes is to be served.
+                logger.error("the model stream has lost its consumer group; making it anew")
+                await self._make_group()
             except (RedisError, OSError) as error:
                 logger.warning("the log is out of reach (%s); trying again", error)
                 await asyncio.sleep(RETRY_S)
+
+    async def _make_group(self) -> None:
+        try:
+            await self._streams.create_group()
+        except (RedisError, OSError) as error:
+            logger.warning("the log is out of reach (%s); trying again", error)
+            await asyncio.sleep(RETRY_S)
 
     async def _read_requests(self) -> None:
         entries = await self._streams.read_requests(self._consumer, count=BATCH, block_ms=BLOCK_MS)
