@@ -70,7 +70,10 @@ def test_chat_renders_the_models_template(stage: Stage, tokenizer: ModelTokenize
 def test_completion_stream_frames(stage: Stage, tokenizer: ModelTokenizer) -> None:
     stage.engine.reply = lambda record, choice: says(tokenizer, "one two", eos=False)
     chunks = [json.loads(event) for event in stage.stream("/v1/completions", prompt="x", max_tokens=2)]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
+    # How many chunks there are is a matter of timing: one carries all that is new.
+    *before, last = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert last == "length"
+    assert not any(before)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two"
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     assert all("usage" not in chunk for chunk in chunks)
@@ -90,9 +93,11 @@ def test_chat_stream_begins_with_the_role_and_ends_with_usage(stage: Stage, toke
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "one two"
-    assert chunks[-2]["choices"][0] == {
+    last = chunks[-2]["choices"][0]
+    # The last words may come with the end, or before it.
+    assert last.pop("delta") in ({}, {"content": " two"}, {"content": "one two"})
+    assert last == {
         "index": 0,
-        "delta": {},
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": None,
