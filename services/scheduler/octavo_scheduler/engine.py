@@ -129,6 +129,10 @@ class Engine:
         return self.core.num_running + self.core.num_waiting
 
 
-def choose_engine(engines: list[Engine]) -> Engine | None:
-    """Where a new request goes: the least loaded executor that is not leaving."""
-    return min((engine for engine in engines if not engine.draining), key=lambda engine: engine.load, default=None)
+def choose_engine(engines: list[Engine], now_s: float) -> Engine | None:
+    """Where a new request goes: the least loaded executor that is not leaving; one that is stuck only if all are."""
+    return min(
+        (engine for engine in engines if not engine.draining),
+        key=lambda engine: (not engine.is_making_progress(now_s), engine.load),
+        default=None,
+    )

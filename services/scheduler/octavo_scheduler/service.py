@@ -116,7 +116,7 @@ class SchedulerService:
     def _place(self, live: LiveRequest, outputs: dict[int, list[int]]) -> None:
         if live.open <= live.ending:
             return
-        engine = choose_engine(self.engines)
+        engine = choose_engine(self.engines, time.monotonic())
         if engine is None or not self._blame.may_start(live.record.id):
             self._lobby.append((live, outputs))
             return
