@@ -3,7 +3,7 @@
     python bench/split_cost.py [--concurrency 32] [--input-len 128] [--output-len 64] [--rounds 3]
 
 Rounds alternate between the two, so that a noisy machine hits both; the printed ratio is full stack over in-process, of
-output tokens per second, best round of each.
+output tokens per second: the median over the rounds, since the machine's speed drifts between them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from stack import server
@@ -86,7 +87,15 @@ def stack_round(url: str, folder: Path, args: argparse.Namespace, seed: int) -> 
         command = [sys.executable, "-m", "octavo", "bench", "serve", "--base-url", url, "--model", folder.name]
         command += ["--dataset-name", "random", "--random-input-len", str(args.input_len), "--ignore-eos"]
         command += ["--random-output-len", str(args.output_len), "--num-prompts", str(args.concurrency)]
-        command += ["--max-concurrency", str(args.concurrency), "--seed", str(seed), "--temperature", "0"]
+        command += [
+            "--max-concurrency",
+            str(args.concurrency),
+            "--seed",
+            str(seed),
+            "--temperature",
+            "0",
+            "--disable-tqdm",
+        ]
         command += ["--save-result", "--result-filename", name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return float(json.loads(Path(name).read_text())["output_throughput"])
@@ -114,9 +123,10 @@ def main() -> None:
             label = "warm-up" if seed == 0 else f"round {seed}"
             print(f"{label}: in process {inside[-1]:.1f} tok/s, full stack {through[-1]:.1f} tok/s", flush=True)
     side.close()
-    best_inside, best_through = max(inside[1:]), max(through[1:])
+    ratios = [full / alone for full, alone in zip(through[1:], inside[1:], strict=True)]
     print(
-        f"in process {best_inside:.1f} tok/s, full stack {best_through:.1f} tok/s: ratio {best_through / best_inside:.3f}"
+        f"in process {median(inside[1:]):.1f} tok/s, full stack {median(through[1:]):.1f} tok/s: "
+        f"ratio {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     )
 
 

@@ -20,7 +20,9 @@ def run(script: str, *flags: str) -> str:
 
 def test_the_cost_of_the_split() -> None:
     printed = run("split_cost.py", "--rounds", "1", "--concurrency", "2", "--input-len", "8", "--output-len", "4")
-    assert re.search(r"in process [\d.]+ tok/s, full stack [\d.]+ tok/s: ratio \d+\.\d{3}$", printed)
+    assert re.search(
+        r"in process [\d.]+ tok/s, full stack [\d.]+ tok/s: ratio \d+\.\d{3} \([\d.]+ to [\d.]+\)$", printed
+    )
 
 
 def test_serving() -> None:
