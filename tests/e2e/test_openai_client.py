@@ -199,11 +199,15 @@ def wait_for_metric(stack: Stack, name: str, value: float) -> None:
 
 
 def test_request_ids_are_minted_by_us(stack: Stack, model: str) -> None:
-    answer = httpx.post(
-        f"{stack.url}/v1/completions", json={"model": model, "prompt": PROMPT, "max_tokens": 1}, timeout=60
-    ).json()
-    assert RequestId.parse(str(RequestId("abc", 5))) == RequestId("abc", 5)
-    assert answer["id"].startswith("cmpl-")
+    def ask() -> RequestId:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1}
+        headers = {"X-Request-Id": "mine-1"}
+        answer = httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=60).json()
+        return RequestId.parse(answer["id"].removeprefix("cmpl-"))
+
+    first, second = ask(), ask()
+    assert first.log == second.log != "mine"
+    assert second.serial > first.serial
 
 
 def test_the_metrics_add_up(start_stack: Callable[..., Stack]) -> None:

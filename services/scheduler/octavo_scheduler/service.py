@@ -53,10 +53,11 @@ class SchedulerService:
         self.term = term
         self.live = LiveRequests()
         self.engines: list[Engine] = []
-        # Requests that wait for an executor, with what they have put out so far.
         # Entries of the model stream from their reading to their acknowledgement.
         self._in_hand: set[bytes] = set()
+        # Requests that wait for an executor or for a trial to end, with what they have put out so far.
         self._lobby: list[tuple[LiveRequest, dict[int, list[int]]]] = []
+        # Which engine has the sequences of a request.
         self._homes: dict[RequestId, Engine] = {}
         self._blame = Blame()
         self._epoch = 0
