@@ -15,6 +15,7 @@ from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
     MAX_CHOICES,
     AbortRecord,
+    EarlyStopping,
     EndReason,
     Problem,
     RequestRecord,
@@ -62,6 +63,9 @@ def sampling_to_proto(params: SamplingParams) -> request_pb2.SamplingParams:
         logit_bias_ids=[token for token, _ in params.logit_bias],
         logit_bias_values=[bias for _, bias in params.logit_bias],
         grammar=params.grammar,
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=request_pb2.EarlyStopping.ValueType(params.early_stopping),
     )
     if params.logprobs is not None:
         message.logprobs = params.logprobs
@@ -71,7 +75,11 @@ def sampling_to_proto(params: SamplingParams) -> request_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: request_pb2.SamplingParams) -> SamplingParams:
-    """The frozen form of sampling parameters."""
+    """The frozen form of sampling parameters.
+
+    Raises:
+        ValueError: two columns do not go together, or an enumeration has a number that means nothing.
+    """
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p,
@@ -89,6 +97,9 @@ def sampling_from_proto(message: request_pb2.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=message.grammar,
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty,
+        early_stopping=EarlyStopping(message.early_stopping),
     )
 
 
@@ -119,12 +130,16 @@ def decode_request(data: bytes) -> RequestRecord:
     """Read a request from the model stream.
 
     Raises:
-        MalformedEntryError: the bytes are not a request with at least one prompt token and 1 to ``MAX_CHOICES`` choices.
+        MalformedEntryError: the bytes are not a request with at least one prompt token and 1 to ``MAX_CHOICES`` choices,
+            or it wants more beams than that or fewer than it has choices.
     """
     try:
         message = request_pb2.RequestRecord.FromString(data)
         if not message.prompt or not 0 < message.n <= MAX_CHOICES:
             raise MalformedEntryError(f"a request needs a prompt and from 1 to {MAX_CHOICES} choices")
+        beam_width = message.sampling.beam_width
+        if beam_width and not message.n <= beam_width <= MAX_CHOICES:
+            raise MalformedEntryError(f"a beam search needs from {message.n} (its choices) to {MAX_CHOICES} beams")
         return RequestRecord(
             id=RequestId.parse(message.id),
             arrival_us=message.arrival_us,

@@ -34,6 +34,19 @@ class EndReason(IntEnum):
         return None if self is EndReason.NONE else self.name.lower()
 
 
+class EarlyStopping(IntEnum):
+    """When beam search may end before the longest output it could make; Hugging Face transformers' three modes.
+
+    ``HEURISTIC`` (theirs: False): once the best live beam, were it to end now, would not beat the worst hypothesis kept.
+    ``FIRST`` (True): once as many hypotheses as there are beams have ended. ``NEVER`` ("never"): once no live beam could
+    beat the worst hypothesis kept, however long it became. The numbers are those of the wire (``request.proto``).
+    """
+
+    HEURISTIC = 0
+    FIRST = 1
+    NEVER = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Why something was refused or failed, in the terms of the HTTP answer. Empty strings mean null."""
@@ -52,6 +65,10 @@ class SamplingParams:
     ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off. ``logprobs``
     None means none; k means the drawn token's and the k likeliest. Log-probabilities are raw: before penalties and
     temperature. Choice i draws with ``seed + i`` (mod 2^64).
+
+    ``beam_width`` 0 draws; more searches with so many live beams (``temperature``, ``top_p``, ``top_k``, ``min_p`` and
+    ``seed`` then mean nothing), ranks hypotheses by log-probability / output length ** ``length_penalty``, and returns
+    the request's ``n`` best ones as its choices.
     """
 
     temperature: float = 1.0
@@ -70,6 +87,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
     def seed_of(self, choice: int) -> int:
         """The seed of one choice (rule L10)."""

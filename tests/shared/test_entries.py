@@ -28,6 +28,7 @@ from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
     MAX_CHOICES,
     AbortRecord,
+    EarlyStopping,
     EndReason,
     Problem,
     RequestRecord,
@@ -71,6 +72,10 @@ SAMPLING = st.builds(
     logprobs=st.none() | INT32,
     prompt_logprobs=st.none() | INT32,
     grammar=TEXT,
+    # As many beams as choices there may be: a request with fewer is none.
+    beam_width=st.sampled_from([0, MAX_CHOICES]),
+    length_penalty=FLOAT,
+    early_stopping=st.sampled_from(EarlyStopping),
 )
 REQUESTS = st.builds(
     RequestRecord,
@@ -113,6 +118,14 @@ def test_an_absent_log_probability_is_not_zero() -> None:
         record = RequestRecord(RequestId("g", 1), 0, np.array([1], np.int32), sampling)
         back = decode_request(encode_request(record)).sampling
         assert (back.logprobs, back.prompt_logprobs) == (wanted, wanted)
+
+
+def test_a_beam_search_comes_back_the_same() -> None:
+    for mode in EarlyStopping:
+        sampling = SamplingParams(beam_width=4, length_penalty=-0.5, early_stopping=mode)
+        back = decode_request(encode_request(RequestRecord(RequestId("g", 1), 0, np.array([1], np.int32), sampling, 4)))
+        assert back.sampling == sampling
+        assert isinstance(back.sampling.early_stopping, EarlyStopping)
 
 
 @given(st.builds(AbortRecord, IDS, INT32, UINT32, TEXT))
@@ -348,6 +361,9 @@ def test_entries_that_mean_nothing_are_refused(entry: log_pb2.LogEntry) -> None:
         {"id": "g-1_1"},
         {"id": "g-10000000000000000"},
         {"sampling": request_pb2.SamplingParams(logit_bias_ids=[1, 2], logit_bias_values=[1.0])},
+        {"sampling": request_pb2.SamplingParams(early_stopping=3)},  # type: ignore[arg-type]
+        {"sampling": request_pb2.SamplingParams(beam_width=MAX_CHOICES + 1)},
+        {"n": 3, "sampling": request_pb2.SamplingParams(beam_width=2)},
     ],
 )
 def test_requests_that_mean_nothing_are_refused(changes: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_HEURISTIC: _EarlyStopping.ValueType  # 0
+    """False: once the best live beam, were it to end now, would not beat the worst hypothesis kept."""
+    EARLY_STOPPING_FIRST: _EarlyStopping.ValueType  # 1
+    """True: once as many hypotheses as there are beams have ended."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """"never": once no live beam could beat the worst hypothesis kept, however long it became."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When beam search may end before the longest output it could make. The meanings are those of Hugging Face transformers."""
+
+EARLY_STOPPING_HEURISTIC: EarlyStopping.ValueType  # 0
+"""False: once the best live beam, were it to end now, would not beat the worst hypothesis kept."""
+EARLY_STOPPING_FIRST: EarlyStopping.ValueType  # 1
+"""True: once as many hypotheses as there are beams have ended."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+""""never": once no live beam could beat the worst hypothesis kept, however long it became."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -41,6 +66,9 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 means greedy."""
     top_p: _builtins.float
@@ -69,6 +97,11 @@ class SamplingParams(_message.Message):
     """The same for prompt tokens. A request that wants these reads no prefix cache."""
     grammar: _builtins.str
     """Constrained decoding, as the gateway understood it; empty = none. Compiled in the executor."""
+    beam_width: _builtins.int
+    """Beam search with so many live beams; the request's n choices are the best n hypotheses, n <= beam_width. 0 = off."""
+    length_penalty: _builtins.float
+    """A hypothesis is ranked by its log-probability divided by its output length to this power (only with beam_width)."""
+    early_stopping: Global___EarlyStopping.ValueType
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further token ids that end an output."""
@@ -99,10 +132,13 @@ class SamplingParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         grammar: _builtins.str = ...,
+        beam_width: _builtins.int = ...,
+        length_penalty: _builtins.float = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
