@@ -16,6 +16,18 @@ Phases of a plan, strictly in this order (rules R1–R3 of the design):
 6. sample: a row with ``row_samples[i] > 0`` has reached the end of its known tokens; its last logits are sampled and each
    sampled token is appended to the slot named in ``sample_slots``.
 
+**Forks.** A row may be sampled into other slots as well: children, admitted no later than this plan with the row's tokens
+and the very pages it computes into. From then on each is a sequence of its own. Block tables therefore may share pages;
+before a slot writes into a shared one, a plan gives it another (``swap``) with the same content (``copies``).
+
+**Beams.** A slot whose ``sampling.beam_width`` is W > 0 is a beam: its sample yields the 2W likeliest next tokens with their
+log-probabilities, appends and ends nothing, and writes nothing into the log. Which of them go on is the scheduler's affair:
+they come back as new sequences.
+
+**Page moves.** Within a phase a page is a destination once; among ``copies`` it is never a source too. The scheduler lets
+nothing compute on a restored page before the plan that restores it is acknowledged, and gives neither side of a move
+between the tiers to anything else before then: executors may carry these out beside the forward pass.
+
 The executor knows a slot's newest token before the scheduler does (run-ahead), so a plan may say "one more" for a
 sequence that has ended meanwhile. Such a row is skipped and its sample count is 0.
 """
@@ -28,13 +40,14 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo_shared.ids import RequestId
-from octavo_shared.records import Int32Array, Problem, SamplingParams, TokenLogprobs
+from octavo_shared.records import Float32Array, Int32Array, Problem, SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
 
 NO_INTS: Int32Array = np.empty(0, np.int32)
 NO_GENERATIONS: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
 NO_BYTES: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+NO_FLOATS: Float32Array = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +150,8 @@ class StepTimings:
     """Where a step's time went (seconds).
 
     ``wait_s``: the executor was idle and waited for the plan. ``queued_s``: the plan was there and waited for the step
-    before it. Then preparing the batch, forward, sampling. ``publish_s`` is the most recent append to the log, which runs
-    beside the forward pass.
+    before it. Then preparing the batch (copies out and page copies included), forward, sampling. ``publish_s`` is the most
+    recent append to the log, which runs beside the forward pass. ``restore_s`` is what this step's restores took.
     """
 
     wait_s: float = 0.0
@@ -147,6 +160,7 @@ class StepTimings:
     sample_s: float = 0.0
     publish_s: float = 0.0
     queued_s: float = 0.0
+    restore_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +170,13 @@ class StepResult:
     ``sample_counts`` int32[samples of the plan]: tokens accepted per sample, 0 where the slot had ended before.
     ``tokens`` int32[sum(sample_counts)]. ``ends`` uint8[samples]: EndReason after them. ``failed`` means the whole step
     did not happen and the epoch is over; ``message`` then says why.
+
+    A beam's tokens are its candidates, the likeliest first (of equals the lower id): 2 x ``beam_width``, or as many as have
+    a probability above zero. ``scores`` float32[candidates] are their log-probabilities, beam by beam, after penalties, bias
+    and banned ids but before temperature; other samples have none. A beam's row that is not finite has no candidates and
+    ends by ERROR.
+
+    ``logged_step`` is the newest step of the epoch whose tokens were in the logs when this was sent, 0 for none.
     """
 
     term: int
@@ -167,6 +188,8 @@ class StepResult:
     failed: bool = False
     message: str = ""
     timings: StepTimings = field(default_factory=StepTimings)
+    scores: Float32Array = field(default_factory=lambda: NO_FLOATS)
+    logged_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

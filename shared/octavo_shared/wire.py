@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from octavo_shared.entries import MalformedEntryError, sampling_from_proto, sampling_to_proto
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import (
+    NO_FLOATS,
     NO_INTS,
     NO_MOVES,
     ExecutorInfo,
@@ -41,7 +42,10 @@ KEEPALIVE_OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Everything an executor appended for steps up to ``step`` of ``epoch`` is in the logs."""
+    """Everything an executor appended for steps up to ``step`` of ``epoch`` is in the logs.
+
+    It comes by itself only when no result is about to say the same (``StepResult.logged_step``).
+    """
 
     epoch: int
     step: int
@@ -293,7 +297,10 @@ def _result_to_proto(result: StepResult) -> pb.StepResult:
             sample_s=timings.sample_s,
             publish_s=timings.publish_s,
             queued_s=timings.queued_s,
+            restore_s=timings.restore_s,
         ),
+        scores=result.scores.astype("<f4", copy=False).tobytes(),
+        logged_step=result.logged_step,
     )
 
 
@@ -309,7 +316,11 @@ def _result_from_proto(message: pb.StepResult) -> StepResult:
         failed=message.status == pb.STEP_STATUS_FAILED,
         message=message.message,
         timings=StepTimings(**{name: getattr(timings, name) for name in StepTimings.__dataclass_fields__}),
+        scores=np.frombuffer(message.scores, "<f4") if message.scores else NO_FLOATS,
+        logged_step=message.logged_step,
     )
+    if len(result.scores) > len(result.tokens):
+        raise ValueError("a result has more scores than tokens")
     if len(result.ends) != len(result.sample_counts) or not _adds_up(result.sample_counts, len(result.tokens)):
         raise ValueError("columns of a result do not fit together")
     return result

@@ -100,6 +100,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 @st.composite
 def results(draw: st.DrawFn) -> StepResult:
     counts = draw(ints(None, st.integers(0, 3)))
+    scored = draw(st.integers(0, int(counts.sum())))
     return StepResult(
         term=draw(UINT64),
         epoch=draw(UINT64),
@@ -109,7 +110,9 @@ def results(draw: st.DrawFn) -> StepResult:
         ends=np.array(draw(st.lists(st.integers(0, 255), min_size=len(counts), max_size=len(counts))), np.uint8),
         failed=draw(st.booleans()),
         message=draw(TEXT),
-        timings=StepTimings(*draw(st.tuples(*[st.floats(0, 9)] * 5))),
+        timings=StepTimings(*draw(st.tuples(*[st.floats(0, 9)] * len(StepTimings.__dataclass_fields__)))),
+        scores=np.array(draw(st.lists(st.floats(-90, 0, width=32), min_size=scored, max_size=scored)), np.float32),
+        logged_step=draw(UINT64),
     )
 
 
@@ -222,6 +225,8 @@ def test_plans_that_do_not_fit_together_are_refused(changes: dict[str, object]) 
         pb.StepResult(sample_counts=_ints(2, -1), tokens=_ints(1), ends=b"\0\0"),
         pb.StepResult(sample_counts=b"abc", ends=b"\0"),
         pb.StepResult(tokens=_ints(1)),
+        pb.StepResult(sample_counts=_ints(1), tokens=_ints(1), ends=b"\0", scores=bytes(8)),
+        pb.StepResult(sample_counts=_ints(1), tokens=_ints(1), ends=b"\0", scores=bytes(3)),
     ],
 )
 def test_results_that_do_not_fit_together_are_refused(result: pb.StepResult) -> None:

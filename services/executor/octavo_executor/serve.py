@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, plan_num_blocks
+from octavo_executor.logged import LoggedMark
 from octavo_executor.model import Transformer
 from octavo_executor.outbox import Outbox
 from octavo_executor.runner import Runner
@@ -25,7 +26,6 @@ from octavo_shared.ids import mint_incarnation
 from octavo_shared.plan import ExecutorInfo
 from octavo_shared.settings import ExecutorSettings, SettingError
 from octavo_shared.telemetry import setup_logging
-from octavo_shared.wire import Logged
 
 logger = logging.getLogger(__name__)
 
@@ -199,19 +199,20 @@ def run(settings: ExecutorSettings) -> int:
         info.max_model_len,
     )
     session = Session(settings.scheduler_address, info)
+    logged = LoggedMark(session.send)
     outbox = Outbox(
         settings.redis_url,
         settings.model_name,
         incarnation,
         settings.outbox_capacity,
-        logged=lambda epoch, step: session.send(Logged(epoch, step)),
+        logged=logged.note,
         broken=session.close,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: session.close())
     status = 0
     try:
-        StepLoop(model.runner, session, outbox).run()
+        StepLoop(model.runner, session, outbox, logged).run()
     except RefusedError as error:
         logger.error("the scheduler refuses this executor: %s", error)
         status = 2

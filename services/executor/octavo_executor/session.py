@@ -74,6 +74,11 @@ class Session:
             raise RefusedError(message.reason)
         return arrived, message
 
+    @property
+    def has_news(self) -> bool:
+        """``receive`` would not wait."""
+        return not self._incoming.empty()
+
     def send(self, message: FromExecutor) -> None:
         """Queue a message; it is lost if the line drops (a new epoch follows then)."""
         self._outgoing.put(message)

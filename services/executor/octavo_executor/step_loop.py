@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Protocol
 
+from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox, StepAppend
 from octavo_executor.session import Session
 from octavo_shared.plan import NO_BYTES, NO_INTS, StepOutput, StepPlan, StepResult
@@ -30,10 +31,12 @@ class StepRunner(Protocol):
 class StepLoop:
     """Carries plans out strictly in order (rule R1). A plan of another epoch or term, or out of order, is not run."""
 
-    def __init__(self, runner: StepRunner, session: Session, outbox: Outbox) -> None:
+    def __init__(self, runner: StepRunner, session: Session, outbox: Outbox, logged: LoggedMark) -> None:
+        """``logged`` is what the outbox reports to."""
         self._runner = runner
         self._session = session
         self._outbox = outbox
+        self._logged = logged
         self._term = 0
         self._epoch = 0
         self._next_step = 1
@@ -47,6 +50,8 @@ class StepLoop:
             RefusedError: the scheduler refuses this executor.
         """
         while True:
+            if not self._session.has_news:
+                self._logged.idle()
             asked = time.perf_counter()
             arrived, message = self._session.receive()
             if message is None:
@@ -63,6 +68,7 @@ class StepLoop:
         self._term, self._epoch, self._next_step, self._epoch_failed = welcome.term, welcome.epoch, 1, False
         self._session.epoch, self._session.step = welcome.epoch, 0
         self._runner.reset()
+        self._logged.begin(welcome.epoch)
         logger.info("attached in term %d, epoch %d", welcome.term, welcome.epoch)
 
     def _follows(self, plan: StepPlan) -> bool:
@@ -79,6 +85,7 @@ class StepLoop:
         return False
 
     def _step(self, plan: StepPlan, *, wait_s: float, queued_s: float) -> None:
+        self._logged.stepping()
         try:
             output = self._runner.execute(plan)
         except Exception as error:
@@ -89,7 +96,7 @@ class StepLoop:
             self._session.send(failure)
             return
         timings = replace(output.result.timings, wait_s=wait_s, queued_s=queued_s, publish_s=self._outbox.append_s)
-        self._session.send(replace(output.result, timings=timings))
+        self._session.send(replace(output.result, timings=timings, logged_step=self._logged.take()))
         self._next_step += 1
         self._session.step = plan.step
         self._outbox.put(StepAppend(plan.term, plan.epoch, plan.step, output.rows))

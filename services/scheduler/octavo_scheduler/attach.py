@@ -34,6 +34,7 @@ _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.so_reuseport",
 # Sizes beyond these are a fault of the executor: the scheduler's own tables would fill any machine.
 _SIZES = {
     "num_device_blocks": (1, 1 << 24),
+    "num_host_blocks": (0, 1 << 24),
     "block_size": (1, 1 << 16),
     "max_model_len": (1, 1 << 28),
     "max_num_seqs": (1, 1 << 16),
@@ -114,6 +115,9 @@ class _Session:
                 self._service.take_result(engine, message)
             except OutOfStepError as error:
                 self._new_epoch(str(error))
+                return
+            if message.logged_step and self._engine is engine:
+                self._service.take_logged(engine, Logged(message.epoch, message.logged_step))
         elif isinstance(message, Logged):
             if message.epoch == engine.core.epoch:
                 self._service.take_logged(engine, message)

@@ -282,7 +282,9 @@ Global___Resync: _TypeAlias = Resync  # noqa: Y015
 
 @_typing.final
 class Logged(_message.Message):
-    """Everything this executor appended for steps up to and including `step` is in the logs."""
+    """Everything this executor appended for steps up to and including `step` is in the logs. Sent only when no result is about
+    to say the same in its `logged_step`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -523,17 +525,25 @@ class StepResult(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    LOGGED_STEP_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     status: Global___StepStatus.ValueType
     message: _builtins.str
     sample_counts: _builtins.bytes
-    """int32[samples]: tokens accepted for each sample of the plan; 0 = the slot had ended already."""
+    """int32[samples]: tokens accepted for each sample of the plan; 0 = the slot had ended already. A beam's tokens are its
+    candidates, the likeliest first.
+    """
     tokens: _builtins.bytes
     """int32[sum(sample_counts)]"""
     ends: _builtins.bytes
     """uint8[samples]: EndReason after them."""
+    scores: _builtins.bytes
+    """float32[candidates]: log-probabilities of the beams' candidates, beam by beam."""
+    logged_step: _builtins.int
+    """The newest step of the epoch whose tokens are in the logs; 0 = none yet."""
     @_builtins.property
     def timings(self) -> Global___StepTimings: ...
     def __init__(
@@ -548,10 +558,12 @@ class StepResult(_message.Message):
         tokens: _builtins.bytes = ...,
         ends: _builtins.bytes = ...,
         timings: Global___StepTimings | None = ...,
+        scores: _builtins.bytes = ...,
+        logged_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "epoch", b"epoch", "message", b"message", "sample_counts", b"sample_counts", "status", b"status", "step", b"step", "term", b"term", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "epoch", b"epoch", "logged_step", b"logged_step", "message", b"message", "sample_counts", b"sample_counts", "scores", b"scores", "status", b"status", "step", b"step", "term", b"term", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -569,6 +581,7 @@ class StepTimings(_message.Message):
     SAMPLE_S_FIELD_NUMBER: _builtins.int
     PUBLISH_S_FIELD_NUMBER: _builtins.int
     QUEUED_S_FIELD_NUMBER: _builtins.int
+    RESTORE_S_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
     """Idle: the executor waited for this plan."""
     prepare_s: _builtins.float
@@ -579,6 +592,8 @@ class StepTimings(_message.Message):
     """Appending tokens to the log: the most recent append, which runs beside the forward pass."""
     queued_s: _builtins.float
     """The plan waited for the executor: it lay there while the step before it ran."""
+    restore_s: _builtins.float
+    """Restores of this step: host pages to device pages."""
     def __init__(
         self,
         *,
@@ -588,10 +603,11 @@ class StepTimings(_message.Message):
         sample_s: _builtins.float = ...,
         publish_s: _builtins.float = ...,
         queued_s: _builtins.float = ...,
+        restore_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_s", b"forward_s", "prepare_s", b"prepare_s", "publish_s", b"publish_s", "queued_s", b"queued_s", "sample_s", b"sample_s", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_s", b"forward_s", "prepare_s", b"prepare_s", "publish_s", b"publish_s", "queued_s", b"queued_s", "restore_s", b"restore_s", "sample_s", b"sample_s", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
