@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Coroutine
 from typing import Any
 
+import uvloop
 from redis.exceptions import RedisError
 
 from octavo_scheduler.attach import start_server
@@ -25,6 +27,8 @@ from octavo_shared.telemetry import Tracing, setup_logging
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 1.0
+# An exposition costs milliseconds of a core that the forward pass could use, and is scraped every 5 s at most.
+PUBLISH_METRICS_S = 5.0
 # When requests have just ended, say so sooner.
 PUBLISH_IDLE_S = 0.1
 
@@ -120,21 +124,23 @@ class SchedulerProcess:
         return False
 
     async def _publish(self, service: SchedulerService) -> None:
-        """Limits and metrics, every second and soon after the last request ended."""
+        """Limits every second, metrics every few, and both soon after the last request ended."""
         was_busy = False
-        waited_s = PUBLISH_S
+        limits_due_s = metrics_due_s = 0.0
         while True:
-            busy = service.busy
-            if was_busy and not busy:
+            now_s = time.monotonic()
+            fell_idle = was_busy and not service.busy
+            was_busy = service.busy
+            if fell_idle:
                 service.check_integrity()
-            if waited_s >= PUBLISH_S or (was_busy and not busy):
-                waited_s = 0.0
-                with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(RedisError, OSError):
+                if fell_idle or now_s >= limits_due_s:
+                    limits_due_s = now_s + PUBLISH_S
                     await self.streams.publish_limits(service.limits())
+                if fell_idle or now_s >= metrics_due_s:
+                    metrics_due_s = now_s + PUBLISH_METRICS_S
                     await self.streams.publish_metrics("scheduler", service.exposition())
-            was_busy = busy
             await asyncio.sleep(PUBLISH_IDLE_S)
-            waited_s += PUBLISH_IDLE_S
 
 
 async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
@@ -164,7 +170,8 @@ def run(settings: SchedulerSettings) -> int:
         await SchedulerProcess(settings).run(stop)
 
     try:
-        asyncio.run(main())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
     except LeaseLostError as error:
         logger.error("%s; stopping", error)
         return 1
