@@ -27,7 +27,9 @@ class Harness:
         self.config = config
         self.scheduler = Scheduler(config)
         self.records: dict[RequestId, RequestRecord] = {}
-        self.executor = ExecutorModel(config.num_blocks, config.block_size, config.max_num_seqs, self.records)
+        self.executor = ExecutorModel(
+            config.num_blocks, config.block_size, config.max_num_seqs, self.records, config.num_host_blocks, config.prefix_cache_scope
+        )
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
         self.old_results: list[StepResult] = []
@@ -97,6 +99,7 @@ class Harness:
     def deliver(self) -> None:
         """The oldest result arrives."""
         result = self.results.popleft()
+        self.executor.acknowledged(result.step)
         self.scheduler.commit(result)
         self.old_results.append(result)
 
@@ -149,17 +152,18 @@ class Harness:
 
     def reset_cache(self) -> None:
         """The prefix cache is emptied; nothing known so far may be found afterwards."""
-        pool = self.scheduler.pool
-        idle = pool.num_used == 0
-        before = pool.num_cached
-        assert pool.reset_cache() is idle
-        assert pool.num_cached == (0 if idle else before)
-        if idle:
+        scheduler = self.scheduler
+        scheduler.tidy()
+        before = scheduler.pool.num_cached + scheduler.host.pool.num_cached
+        assert scheduler.reset_prefix_cache() == before
+        assert scheduler.pool.num_cached == scheduler.host.pool.num_cached == 0
+        if not scheduler.pool.num_used:
             # What was computed until now is worthless from here on: a later hit on it reads these.
             for plan in self.plans:
                 self._run_quietly(plan)
             self.plans.clear()
             self.executor.page_keys[:] = -1
+            self.executor.host_keys[:] = -1
 
     def _run_quietly(self, plan: StepPlan) -> None:
         self.results.append(self.executor.execute(plan))
@@ -180,17 +184,18 @@ class Harness:
         self._note_events()
         scheduler, table, pool = self.scheduler, self.scheduler.table, self.scheduler.pool
         scheduler.check_integrity()
-        held: Counter[int] = Counter()
+        restoring, _ = scheduler.host.holds([plan.moves for plan in scheduler._sent if plan.moves is not None])
+        held: Counter[int] = Counter(restoring)
         for sequence in scheduler.sequences:
             if sequence.slot != NO_SLOT:
-                slot = sequence.slot
-                assert table.uid[slot] == sequence.uid
-                blocks = table.block_table[slot, : table.num_blocks[slot]].tolist()
+                row = table.row(sequence)
+                assert table.uid[row] == sequence.uid
+                blocks = table.blocks(sequence).tolist()
                 assert len(set(blocks)) == len(blocks)
                 held.update(blocks)
-                assert table.planned[slot] <= table.expected[slot] <= sequence.max_total_tokens
-                assert table.known[slot] <= table.expected[slot]
-                assert table.known[slot] + table.in_flight[slot] >= table.expected[slot]
+                assert table.planned[row] <= table.expected[row] <= sequence.max_total_tokens
+                assert table.known[row] <= table.expected[row]
+                assert table.known[row] + scheduler.num_unacknowledged >= table.expected[row]
         free = pool.free_blocks()
         assert len(set(free)) == len(free)
         assert set(free).isdisjoint(held)
@@ -230,9 +235,9 @@ class Harness:
         s = self.scheduler
         t = s.table
         live = [
-            (q.uid, q.state, q.slot, q.tokens.tolist(), q.in_flight, len(q.chain), q.preemptions) for q in s.sequences
+            (q.uid, q.state, q.slot, q.tokens.tolist(), q.last_step, len(q.chain), q.preemptions) for q in s.sequences
         ]
-        columns = [c.tolist() for c in (t.uid, t.planned, t.expected, t.known, t.num_blocks, t.in_flight)]
+        columns = [c.tolist() for c in (t.uid, t.planned, t.expected, t.known, t.capacity, t.last_step)]
         pool = (s.pool.free_blocks(), s.pool.num_cached, s.pool.generation.tolist())
         return copy.deepcopy((live, columns, pool, s.num_unacknowledged, [q.uid for q in s.waiting.ordered()]))
 
@@ -241,14 +246,14 @@ class Harness:
     def _only_own_blocks(self, sequence: Sequence) -> int:
         table = self.scheduler.table
         held = table.references(self.config.num_blocks)
-        blocks = table.block_table[sequence.slot, : table.num_blocks[sequence.slot]]
+        blocks = table.blocks(sequence)
         return int((held[blocks] == 1).sum())
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.config
         assert int(plan.row_tokens.sum()) <= config.max_num_batched_tokens
         if config.long_prefill_token_threshold:
-            assert plan.row_tokens.max() <= config.long_prefill_token_threshold
+            assert plan.row_tokens.max(initial=0) <= config.long_prefill_token_threshold
         if not config.enable_chunked_prefill:
             assert plan.row_samples.all(), "without chunked prefill every row samples"
 
@@ -258,10 +263,14 @@ class Harness:
         def key(sequence: Sequence) -> tuple[int, int]:
             return (sequence.record.priority if self.config.policy == "priority" else 0, sequence.uid)
 
-        admitted = [int(self.scheduler.table.uid[new.slot]) for new in plan.admit]
+        admitted = [int(self.scheduler.table.uid_of_slot[new.slot]) for new in plan.admit]
+        # Forks have not waited in the queue.
+        admitted = [uid for uid in admitted if uid in waiting]
+        if self.config.policy == "fair":
+            return
         keys = [key(waiting[uid]) for uid in admitted]
         assert keys == sorted(keys)
-        left = [key(s) for uid, s in waiting.items() if uid not in admitted]
+        left = [key(s) for uid, s in waiting.items() if uid not in admitted and s.state is State.WAITING]
         if keys and left:
             assert keys[-1] < min(left)
 

@@ -33,10 +33,14 @@ def configs(draw: st.DrawFn) -> CoreConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_seqs, draw(st.integers(1, 24)), 0 if chunked else max_model_len),
         max_model_len=max_model_len,
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        num_host_blocks=draw(st.sampled_from([0, 0, 1, full, 20 * full])),
+        policy=draw(st.sampled_from(["fcfs", "priority", "fair"])),
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(st.sampled_from([0, 1, 5])) if chunked else 0,
+        max_num_partial_prefills=draw(st.sampled_from([0, 0, 1])),
+        prefix_cache_scope=draw(st.sampled_from(["global", "tenant", "tenant", "request"])),
+        tenant_weights={"a": 2.0},
         run_ahead=draw(st.sampled_from([0, 1, 1, 2])),
     )
 

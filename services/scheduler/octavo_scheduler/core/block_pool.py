@@ -1,13 +1,14 @@
-"""Blocks of the device tier: who holds references, what content they hold, which may be reused.
+"""Blocks of one tier (device or host): who holds references, what content they hold, which may be reused.
 
 A block is in exactly one of two places: referenced (refcount > 0) or in the free list. A block whose content is known
-(hashed) stays findable while it waits in the free list; it loses its hash when it is handed out again.
+(named) stays findable while it waits in the free list; it loses its name when it is handed out again.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,32 +17,56 @@ from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.free_list import FreeList
 from octavo_shared.records import Int32Array
 
-# What a block continues: the commit number of the block before it, or the root of the chain.
-Parent = int | bytes
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a full block holds. The same content has the same ``number`` wherever it lies.
+
+    ``digest`` is its chain hash, ``parent`` the number of the content it continues (or of the root of its chain),
+    ``depth`` its place in the chain (1 = first) and ``tokens`` its token ids, int32[block_size], as bytes.
+    """
+
+    digest: bytes
+    number: int
+    parent: int
+    depth: int
+    tokens: bytes
 
 
 class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens.
+    """``num_blocks`` blocks of ``block_size`` tokens. Columns are arrays over the blocks, so that a million cost little.
 
-    ``generation`` uint32[num_blocks] counts how often a block was handed out: a (block, generation) pair names one life of
-    it, so that what was said of an earlier life can be told apart (rule R1).
+    ``generation`` uint32 counts how often a block was handed out: a (block, generation) pair names one life of it, so that
+    what was said of an earlier life can be told apart (rule R1). ``hits`` counts how often its present content was found,
+    ``used_at`` is the step in which that or its handing out last happened.
+
+    ``evicting`` is told of a named block just before it loses its content.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.evicting: Callable[[int], None] | None = None
+        self.now = 0
+        self._handed_out = 0
+        # np.zeros and np.empty touch no memory: columns become resident where blocks really are used.
         self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks, np.uint32)
+        self.hits: Int32Array = np.zeros(num_blocks, np.int32)
+        self.used_at: Int64Array = np.zeros(num_blocks, np.int64)
+        self.depth: Int32Array = np.zeros(num_blocks, np.int32)
         self._refcount = array("i", bytes(4 * num_blocks))
+        self.refcount: Int32Array = np.frombuffer(self._refcount, np.int32)
         self._free = FreeList(num_blocks)
-        # Content of hashed blocks. What a block holds depends on all tokens before it, so beside its own token ids each
-        # keeps whom it continues: the commit number of the block before it, or the root of its chain. Both are compared,
-        # so that a collision of hashes cannot leak, however far up the chain it lies.
-        self._hash: list[bytes | None] = [None] * num_blocks
-        self._parent: list[Parent | None] = [None] * num_blocks
-        self._commit_number: list[int] = [0] * num_blocks
-        self._commits = 0
-        self._content: list[bytes | None] = [None] * num_blocks
-        self._by_hash: dict[bytes, int] = {}
+        # Beside its own token ids each block keeps whom its content continues. Both are compared, so that a collision of
+        # hashes cannot leak, however far up the chain it lies.
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self.number: Int64Array = np.zeros(num_blocks, np.int64)
+        self.parent: Int64Array = np.zeros(num_blocks, np.int64)
+        self.tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
+        self._by_digest: dict[bytes, int] = {}
+        self.find = self._by_digest.get
 
     @property
     def num_free(self) -> int:
@@ -50,28 +75,52 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that some sequence refers to."""
+        """Blocks that somebody refers to."""
         return self.num_blocks - self._free.size
 
     @property
     def num_cached(self) -> int:
         """Blocks whose content can be found."""
-        return len(self._by_hash)
+        return len(self._by_digest)
 
     def free_blocks(self) -> list[int]:
         """Free blocks in the order they will be taken."""
         return list(self._free)
 
+    def next_free(self, count: int) -> list[int]:
+        """The first ``count`` free blocks in the order they will be taken."""
+        return self._free.first(count)
+
+    def take_handed_out(self) -> int:
+        """How many blocks were handed out since the last call."""
+        count, self._handed_out = self._handed_out, 0
+        return count
+
+    def is_named(self, block: int) -> bool:
+        """Its content can be found."""
+        return self._digest[block] is not None
+
+    def content(self, block: int) -> Content:
+        """What a named block holds."""
+        digest = self._digest[block]
+        assert digest is not None, "the block has no known content"
+        number, parent, depth = int(self.number[block]), int(self.parent[block]), int(self.depth[block])
+        return Content(digest, number, parent, depth, self.tokens[block].tobytes())
+
     def allocate(self, count: int) -> Int32Array:
         """Hand out ``count`` blocks (there must be as many), with one reference each: int32[count]."""
         taken = self._free.pop_many(count)
-        refcount, digests = self._refcount, self._hash
+        self._handed_out += count
+        refcount, digests = self._refcount, self._digest
         for block in taken:
             refcount[block] = 1
             if digests[block] is not None:
+                if self.evicting is not None:
+                    self.evicting(block)
                 self._forget(block)
         blocks = np.array(taken, np.int32)
         self.generation[blocks] += 1
+        self.used_at[blocks] = self.now
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -82,102 +131,86 @@ class BlockPool:
             assert left >= 0, "released more often than held"
             refcount[block] = left
             if left == 0:
-                if self._hash[block] is None:
+                if self._digest[block] is None:
                     free.push_front(block)
                 else:
                     free.push_back(block)
 
-    def match(self, chain: Sequence[bytes], root: bytes, tokens: Int32Array) -> Int32Array:
-        """The longest cached prefix: ids of the blocks that hold it, int32[hits]. No reference is taken.
-
-        ``chain`` are the hashes of successive blocks of ``tokens`` int32[>= len(chain) * block_size], from ``root`` on.
-        """
-        size = self.block_size * 4
-        data = tokens[: len(chain) * self.block_size].tobytes()
-        found: list[int] = []
-        parent: Parent = root
-        for start, digest in zip(range(0, len(data), size), chain, strict=True):
-            block = self._by_hash.get(digest)
-            if block is None or self._parent[block] != parent or self._content[block] != data[start : start + size]:
-                break
-            found.append(block)
-            parent = self._commit_number[block]
-        return np.array(found, np.int32)
-
-    def as_parent(self, block: int) -> Parent:
-        """What a block that continues the cached ``block`` gives as its parent."""
-        return self._commit_number[block]
-
-    def num_free_among(self, blocks: Sequence[int]) -> int:
-        """How many of them wait in the free list (taking them makes ``num_free`` smaller)."""
-        refcount = self._refcount
-        return sum(1 for block in blocks if refcount[block] == 0)
-
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Take one more reference to each (cached) block."""
+        """Take one more reference to each block."""
         refcount = self._refcount
         for block in blocks:
             if refcount[block] == 0:
                 self._free.remove(block)
             refcount[block] += 1
 
-    def commit(self, block: int, generation: int, digest: bytes, parent: Parent, content: bytes) -> Parent | None:
-        """A full block's content is on the device: make it findable. Returns the parent of what continues it.
+    def touch(self, blocks: Int32Array) -> None:
+        """Content of these blocks was found."""
+        self.hits[blocks] += 1
+        self.used_at[blocks] = self.now
 
-        When another block holds the same content already, that one stays the one that is found, and becomes the parent.
-        None: it cannot be found, and so neither can what continues it, because it has been handed out again since
-        ``generation`` or because other content has the same hash. ``content`` are its token ids, int32[block_size].
+    def num_free_among(self, blocks: Int32Array) -> int:
+        """How many of them wait in the free list (taking them makes ``num_free`` smaller)."""
+        return int((self.refcount[blocks] == 0).sum()) if len(blocks) else 0
+
+    def holds(self, block: int, content: Content) -> bool:
+        """Does the block that has this digest hold this content, or is it a collision of hashes?"""
+        same = self.parent[block] == content.parent and self.tokens[block].tobytes() == content.tokens
+        return bool(same)
+
+    def name(self, block: int, generation: int, content: Content) -> bool:
+        """A full block's content is there: make it findable.
+
+        False: it is not, because the block has been handed out again since ``generation``, has a name already, or another
+        block answers to this digest.
         """
-        holder = self._by_hash.get(digest)
-        if holder is not None:
-            same = self._parent[holder] == parent and self._content[holder] == content
-            return self._commit_number[holder] if same else None
-        if self.generation[block] != generation or self._hash[block] is not None:
-            return None
-        self._commits += 1
-        self._by_hash[digest] = block
-        self._hash[block] = digest
-        self._parent[block] = parent
-        self._commit_number[block] = self._commits
-        self._content[block] = content
+        if content.digest in self._by_digest or self._digest[block] is not None:
+            return False
+        if self.generation[block] != generation:
+            return False
+        self._by_digest[content.digest] = block
+        self._digest[block] = content.digest
+        self.number[block] = content.number
+        self.parent[block] = content.parent
+        self.depth[block] = content.depth
+        self.hits[block] = 0
+        self.tokens[block] = np.frombuffer(content.tokens, np.int32)
         if self._refcount[block] == 0:
             # Let go before it was known to be worth keeping: it had been put first in line.
             self._free.remove(block)
             self._free.push_back(block)
-        return self._commits
-
-    def reset_cache(self) -> bool:
-        """Forget all content, also what plans in flight will have computed; False (and no change) while any block is held."""
-        if self.num_used:
-            return False
-        for block in list(self._by_hash.values()):
-            self._forget(block)
-        # Plans still in flight may fill blocks that were let go meanwhile: what they hold is of the old days too.
-        self.generation += 1
         return True
 
-    def _forget(self, block: int) -> None:
-        digest = self._hash[block]
-        if digest is not None:
-            del self._by_hash[digest]
-            self._hash[block] = self._parent[block] = self._content[block] = None
+    def forget_all(self) -> int:
+        """Nothing is findable any more, nor what plans in flight will have computed; returns how many blocks that were."""
+        forgotten = len(self._by_digest)
+        for block in list(self._by_digest.values()):
+            self._forget(block)
+        # What is being computed belongs to the old days too: names given for the lives so far come too late.
+        self.generation += 1
+        return forgotten
 
-    def check_integrity(self, references: npt.NDArray[np.int64]) -> None:
-        """Compare with the references that sequences really hold, int64[num_blocks].
+    def _forget(self, block: int) -> None:
+        digest = self._digest[block]
+        if digest is not None:
+            del self._by_digest[digest]
+            self._digest[block] = None
+
+    def check_integrity(self, references: Int64Array) -> None:
+        """Compare with the references that are really held, int64[num_blocks].
 
         Raises:
             IntegrityError: a refcount is wrong, a block is in two places or in none, or the cache names a wrong block.
         """
-        refcount = np.frombuffer(self._refcount, np.int32)
-        if not np.array_equal(refcount, references):
-            wrong = np.flatnonzero(refcount != references)[:8].tolist()
+        if not np.array_equal(self.refcount, references):
+            wrong = np.flatnonzero(self.refcount != references)[:8].tolist()
             raise IntegrityError(f"refcounts differ from references held at blocks {wrong}")
         free = list(self._free)
         if len(free) != len(set(free)) or len(free) != self._free.size:
             raise IntegrityError("the free list is broken")
-        if set(free) != set(np.flatnonzero(refcount == 0).tolist()):
+        if set(free) != set(np.flatnonzero(self.refcount == 0).tolist()):
             raise IntegrityError("a block is in two places or in none")
-        if any(self._hash[block] != digest for digest, block in self._by_hash.items()):
+        if any(self._digest[block] != digest for digest, block in self._by_digest.items()):
             raise IntegrityError("the cache names a block with other content")
-        if len(self._by_hash) != sum(digest is not None for digest in self._hash):
-            raise IntegrityError("a hashed block cannot be found")
+        if len(self._by_digest) != sum(digest is not None for digest in self._digest):
+            raise IntegrityError("a named block cannot be found")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 
 _OUT = -1
 
@@ -56,6 +57,10 @@ class FreeList:
         self._previous[block] = self._end
         self.size -= count
         return taken
+
+    def first(self, count: int) -> list[int]:
+        """The ``count`` blocks that may go first, or all of them; they stay."""
+        return list(islice(self, count))
 
     def remove(self, block: int) -> None:
         """Take a certain block out."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from octavo_scheduler.core.host_tier import Moves
+from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.core.slots import Rows
 from octavo_shared.records import Int32Array
 
 
@@ -17,23 +20,45 @@ class BlockFills:
     ``row`` of the plan, ``index`` in the sequence's block table, the ``block`` and its ``generation``.
     """
 
-    row: Int32Array
+    row: npt.NDArray[np.intp]
     index: Int32Array
     block: Int32Array
     generation: npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence that starts as a copy of another, from this plan's sample on."""
+
+    parent: Sequence
+    child: Sequence
+
+
+@dataclass(frozen=True, slots=True)
 class SentPlan:
-    """Rows of a plan, [r] each, with the identity of the sequence that had the slot when it was made."""
+    """A plan's rows and samples, with the identity of the sequences that had the slots when it was made.
+
+    ``version`` is that of the slot table; as long as it stays, ``sample_rows`` are the samples' rows in it.
+    """
 
     step: int
-    slots: Int32Array
-    uids: npt.NDArray[np.int64]
-    # Rows that are sampled, and their slots: [samples] each.
+    version: int
+    slots: Int32Array  # [rows]
+    uids: npt.NDArray[np.int64]  # [rows]
+    # Rows of the plan that are sampled, once per sample; the samples' slots, sequences and rows in the table: [samples].
     sampled: npt.NDArray[np.intp]
     sample_slots: Int32Array
+    sample_uids: npt.NDArray[np.int64]
+    sample_rows: Rows
+    num_tokens: int
+    prompt_tokens: int
     fills: BlockFills | None
+    # Samples that are beams' (their results are candidates), or None.
+    beams: npt.NDArray[np.bool_] | None = None
+    forks: tuple[Fork, ...] = ()
+    # Choices that found no slot when their leader's prompt was computed; they will find it in the prefix cache.
+    late: tuple[Sequence, ...] = ()
+    moves: Moves | None = None
 
 
 def find_fills(
@@ -47,11 +72,15 @@ def find_fills(
     """Which blocks become full when rows compute [starts, ends), [r] each; None when there are none."""
     first = starts // block_size
     filled = ends // block_size - first
-    total = int(filled.sum())
-    if not total:
+    row = filled.nonzero()[0]
+    if not len(row):
         return None
-    row = np.repeat(np.arange(len(starts), dtype=np.int32), filled)
-    offset = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(filled) - filled, filled)
-    index = (first[row] + offset).astype(np.int32)
+    counts = filled[row]
+    index = first[row]
+    total = int(counts.sum())
+    if total > len(row):
+        row = np.repeat(row, counts)
+        offset = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+        index = (np.repeat(index, counts) + offset).astype(np.int32)
     block = block_table[slots[row], index]
     return BlockFills(row, index, block, generation[block])

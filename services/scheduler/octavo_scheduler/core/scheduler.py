@@ -4,10 +4,11 @@ There are no phases. Each sequence has ``planned`` tokens chasing ``expected`` t
 budget, running sequences first, then waiting ones. A prompt cut by the budget *is* chunked prefill; a sequence that is one
 token behind *is* decoding.
 
-One request's walk: ``add`` puts its sequences into the waiting queue. ``schedule`` admits the first of them: the prefix
-cache is asked, blocks are taken, a slot is taken, and the plan carries it to the executor. ``commit`` takes the result in:
-the sampled token becomes known, blocks filled by that step become findable. Every further ``schedule`` grants one more
-token, until a ``commit`` brings the executor's word that it ended: slot and blocks return.
+One request's walk: ``add`` puts its first choice into the waiting queue; the others follow it. ``schedule`` admits it: the
+prefix cache is asked, blocks are taken, a slot is taken, and the plan carries it to the executor. With the last piece of
+the prompt the followers are forked from it. ``commit`` takes the result in: sampled tokens become known; ``tidy``, when
+there is time, makes the blocks filled findable. Every further ``schedule`` grants one more token, until a ``commit`` brings
+the executor's word that a sequence ended: slot and blocks return.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from octavo_scheduler.core.admission import Admission
 from octavo_scheduler.core.block_pool import BlockPool
+from octavo_scheduler.core.commit import check_result, commit_tokens
 from octavo_scheduler.core.config import CoreConfig
-from octavo_scheduler.core.errors import IntegrityError, NeverFitsError, OutOfStepError
+from octavo_scheduler.core.draft import Draft, Samples
+from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event, Preempted
-from octavo_scheduler.core.in_flight import BlockFills, SentPlan, find_fills
-from octavo_scheduler.core.prefix_cache import PrefixCache
+from octavo_scheduler.core.forecast import LengthForecast
+from octavo_scheduler.core.forks import CopyOnWrite, Families
+from octavo_scheduler.core.host_tier import HostTier, MoveCosts
+from octavo_scheduler.core.in_flight import Fork, SentPlan
+from octavo_scheduler.core.prefix_cache import Hit, PrefixCache
+from octavo_scheduler.core.publisher import Publisher
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
-from octavo_scheduler.core.slots import SlotTable
+from octavo_scheduler.core.slots import Rows, SlotTable
 from octavo_scheduler.core.stats import CoreStats
-from octavo_scheduler.core.waiting import POLICIES, WaitingQueue
-from octavo_shared.plan import NewSequence, StepPlan, StepResult
+from octavo_scheduler.core.waiting import OUTPUT_COST, FairQueue, make_queue
+from octavo_shared.plan import StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
 
 
@@ -35,27 +43,29 @@ class Scheduler:
     """Everything that runs on one executor: its slots, its blocks, its queue. ``hash_key`` keys the block hashes."""
 
     def __init__(self, config: CoreConfig, *, term: int = 1, epoch: int = 1, hash_key: bytes = b"") -> None:
-        if config.max_num_batched_tokens < config.max_num_seqs:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
-            raise ValueError("without chunked prefill max_num_batched_tokens must be at least max_model_len")
-        if not config.enable_chunked_prefill and config.long_prefill_token_threshold:
-            raise ValueError("long_prefill_token_threshold cuts prompts into chunks, so it needs chunked prefill")
+        config.check()
         self.config = config
         self.term = term
         self.epoch = epoch
+        self.step = 0
+        # The last step whose result is in.
+        self.acknowledged = 0
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.host = HostTier(self.pool, config.num_host_blocks if config.enable_prefix_caching else 0)
+        self.costs = MoveCosts()
         self.table = SlotTable(config)
-        self.waiting = WaitingQueue(POLICIES[config.policy])
+        self.waiting = make_queue(config)
+        self.forecast = LengthForecast()
         self.stats = CoreStats()
-        self.prefix_cache = PrefixCache(config, self.pool, hash_key)
-        self._key = POLICIES[config.policy]
+        self.prefix_cache = PrefixCache(config, self.pool, self.host.pool, hash_key)
+        self._families = Families()
+        self._copy_on_write = CopyOnWrite(self.table, self.pool, config.block_size)
+        self._publisher = Publisher(self.prefix_cache, self.table, config.block_size)
         self._sequences: dict[int, Sequence] = {}
-        self._leaders: dict[int, Sequence] = {}
+        self._restoring: dict[int, int] = {}
         self._sent: deque[SentPlan] = deque()
         self._released: list[int] = []
         self._events: list[Event] = []
-        self._step = 0
         self._next_uid = 0
 
     # --- requests come and go ---
@@ -68,39 +78,41 @@ class Scheduler:
                 taken.
         """
         config = self.config
-        first = sequences[0]
         for sequence in sequences:
             if len(sequence.tokens) >= sequence.max_total_tokens:
                 raise NeverFitsError(f"{len(sequence.tokens)} tokens leave no room within {sequence.max_total_tokens}")
             if -(-(sequence.max_total_tokens - 1) // config.block_size) > config.num_blocks:
                 raise NeverFitsError(f"{sequence.max_total_tokens} tokens do not fit into the whole KV cache")
-        root = self.prefix_cache.root_of(first.record)
-        shares = self.prefix_cache.enabled and first.reads_cache and first.output_start > config.block_size
+        root = self.prefix_cache.root_of(sequences[0].record)
+        alike: list[Sequence] = []
         for sequence in sequences:
             sequence.uid = sequence.arrival = self._next_uid
             self._next_uid += 1
             sequence.root = root
             self._sequences[sequence.uid] = sequence
-            # Until forks share a prefill, further choices wait for the first one's prompt and find it in the cache.
-            if sequence is not first and shares:
-                sequence.state = State.FOLLOWING
-                first.followers.append(sequence)
-            else:
+            # Those resumed with outputs of their own have no more than the prompt in common: the prefix cache knows it.
+            if len(sequence.tokens) == sequence.output_start:
+                alike.append(sequence)
+            if sequence not in alike[1:]:
                 sequence.state = State.WAITING
                 self.waiting.push(sequence)
-        if first.followers:
-            self._leaders[first.uid] = first
+        if alike:
+            self._families.form(alike[0], alike[1:])
 
     def abort(self, sequence: Sequence) -> bool:
         """End a sequence wherever it is; its blocks are free at once. False when it has ended already."""
         if sequence.state is State.ENDED:
             return False
-        if sequence.state is State.RUNNING:
-            self._leave(sequence)
-        elif sequence.state is not State.FOLLOWING:
-            self.waiting.remove(sequence)
+        self._withdraw(sequence)
         self._end(sequence)
         return True
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        if sequence.state is State.RUNNING:
+            self._leave(sequence)
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        self._restoring.pop(sequence.uid, None)
 
     @property
     def num_running(self) -> int:
@@ -117,18 +129,31 @@ class Scheduler:
         """Plans sent whose results are not back."""
         return len(self._sent)
 
+    @property
+    def restoring_blocks(self) -> int:
+        """Blocks that sequences whose pages are being restored will need beside those pages."""
+        return sum(self._restoring.values())
+
     def is_in_flight(self, sequence: Sequence) -> bool:
         """Some unacknowledged plan names it."""
-        return bool(sequence.in_flight if sequence.slot == NO_SLOT else self.table.in_flight[sequence.slot])
+        running = sequence.slot != NO_SLOT
+        last = int(self.table.last_step[self.table.row(sequence)]) if running else sequence.last_step
+        return last > self.acknowledged
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Tokens it has, prompt included, as far as results are back."""
-        return len(sequence.tokens) if sequence.slot == NO_SLOT else int(self.table.known[sequence.slot])
+        if sequence.slot == NO_SLOT:
+            return len(sequence.tokens)
+        return int(self.table.known[self.table.row(sequence)])
 
     @property
     def sequences(self) -> list[Sequence]:
         """Every sequence that has not ended."""
         return list(self._sequences.values())
+
+    def note(self, event: Event) -> None:
+        """Something happened that the surroundings should hear of."""
+        self._events.append(event)
 
     def drain_events(self) -> list[Event]:
         """What happened since the last call."""
@@ -141,16 +166,16 @@ class Scheduler:
         """The next plan, or None when there is nothing to compute or enough is unacknowledged already."""
         if len(self._sent) > self.config.run_ahead:
             return None
-        slots, counts, grow_slots, grow_blocks, preempted = self._grant_running()
-        admitted: list[NewSequence] = []
-        if not preempted:
-            admitted, new_counts = self._admit_waiting(self.config.max_num_batched_tokens - int(counts.sum()))
-            if admitted:
-                slots = np.append(slots, np.array([new.slot for new in admitted], np.int32))
-                counts = np.append(counts, np.array(new_counts, np.int32))
-        if not len(slots):
+        self.pool.now = self.host.pool.now = self.step + 1
+        draft, preempted = self._grant_running()
+        if not preempted and self.table.num_free and self.waiting.peek() is not None:
+            self.tidy()
+            admission = Admission(self, self.config.max_num_batched_tokens - draft.num_tokens)
+            admission.run()
+            draft.admit(admission.admitted, admission.grants)
+        if not draft.num_rows and not self.host.has_moves:
             return None
-        return self._send(slots, counts, grow_slots, grow_blocks, tuple(admitted))
+        return self._send(draft)
 
     def commit(self, result: StepResult) -> None:
         """Take the result of the oldest unacknowledged plan in.
@@ -159,275 +184,273 @@ class Scheduler:
             OutOfStepError: it answers another plan, reports a failed step (the epoch is over then), or its columns do
                 not answer every sample once; nothing was taken in.
         """
-        self._check_result(result)
+        check_result(result, (self.term, self.epoch), self._sent, self._sequences)
         plan = self._sent.popleft()
-        present = self.table.uid[plan.slots] == plan.uids
-        self.table.in_flight[plan.slots[present]] -= 1
-        self._commit_tokens(plan, result, present)
+        self.acknowledged = plan.step
+        self.stats.generated_tokens += len(result.tokens)
+        commit_tokens(plan, result, self.table, self._sequences)
         if plan.fills is not None and self.prefix_cache.enabled:
-            self._publish_fills(plan, plan.fills, result)
-        for uid in plan.uids[~present].tolist():
-            self._settle(uid)
-        for sample in result.ends.nonzero()[0].tolist():
-            self._end_by_executor(int(plan.uids[plan.sampled[sample]]), EndReason(int(result.ends[sample])), plan.step)
-        if self._leaders:
-            self._release_followers(plan)
+            self._note_fills(plan, result)
+        for fork in plan.forks:
+            # Its parent's blocks up to the fork are published now, if ever.
+            self.tidy()
+            self.prefix_cache.inherit(fork.child, fork.parent)
+        self._learn_costs(plan, result)
+        if plan.moves is not None:
+            self._settle_moves(plan)
+        if result.ends.any():
+            for sample in result.ends.nonzero()[0].tolist():
+                self._end_by_executor(int(plan.sample_uids[sample]), EndReason(int(result.ends[sample])), plan.step)
+        for follower in plan.late:
+            self._let_wait(follower)
 
-    def _check_result(self, result: StepResult) -> None:
-        if not self._sent or (result.term, result.epoch, result.step) != (self.term, self.epoch, self._sent[0].step):
-            raise OutOfStepError(f"result of step {result.step} is not the one awaited")
-        if result.failed:
-            raise OutOfStepError(f"step {result.step} failed: {result.message}")
-        plan, counts, ends = self._sent[0], result.sample_counts, result.ends
-        if not len(counts) == len(ends) == len(plan.sampled) or int(counts.sum()) != len(result.tokens):
-            raise OutOfStepError(f"result of step {result.step} does not answer every sample")
-        # Seen as unsigned, a negative count is a large one.
-        if len(counts) and (counts.view(np.uint32).max() > 1 or ends.max() > _LAST_END):
-            raise OutOfStepError(f"result of step {result.step} has impossible counts or ends")
-        silent = plan.sampled[(counts + ends == 0).nonzero()[0]]
-        if any(uid in self._sequences for uid in plan.uids[silent].tolist()):
-            raise OutOfStepError(f"result of step {result.step} skips a sequence that has not ended")
+    def tidy(self) -> None:
+        """What need not be done before the next plan is sent: hash and publish the blocks that steps have filled."""
+        self._publisher.publish()
 
     # --- grants ---
 
-    def _grant_running(self) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, bool]:
-        """Tokens for running sequences, with the blocks they need: (slots, counts, grow slots, grow blocks, preempted)."""
-        table, pool, block_size = self.table, self.pool, self.config.block_size
+    def _grant_running(self) -> tuple[Draft, bool]:
+        """Tokens for running sequences, with the blocks they need; and whether somebody had to be preempted for that."""
         preempted = False
         while True:
-            order = table.order
-            slots = order[table.expected[order] < table.max_total[order]]
-            slots, counts = self._share_budget(slots, table.expected[slots] - table.planned[slots])
-            need = np.maximum(-(-(table.planned[slots] + counts) // block_size) - table.num_blocks[slots], 0)
-            total = int(need.sum())
-            if total <= pool.num_free:
+            rows, counts = self._grants()
+            growing, need = self._growth(rows, counts)
+            forked = self._forked(rows)
+            copies = self._copy_on_write.copies_needed(forked) if len(forked) else 0
+            total = int(need.sum()) + copies
+            if total <= self.pool.num_free:
                 break
-            self._preempt(max(table.sequences(), key=self._key))
+            self._preempt(self.waiting.victim(self.table.running))
             preempted = True
-        if not total:
-            return slots, counts, _NONE, _NONE, preempted
-        blocks = pool.allocate(total)
-        grow_slots = np.repeat(slots, need)
-        offset = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(need) - need, need)
-        table.block_table[grow_slots, table.num_blocks[grow_slots] + offset] = blocks
-        table.num_blocks[slots] += need.astype(np.int32)
-        return slots, counts, grow_slots, blocks, preempted
+        draft = Draft(self.table, rows, counts)
+        if len(need):
+            blocks = self.pool.allocate(total - copies)
+            draft.grow(self.table.grow(growing, need, blocks), blocks)
+        if len(forked):
+            self._copy_on_write.diverge(forked)
+        return draft, preempted
 
-    def _share_budget(self, slots: Int32Array, behind: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Grants for slots that are ``behind`` tokens behind, int32[r] each: those one behind first, then in order.
-
-        Returns the slots that get any, with their grants.
-        """
+    def _grants(self) -> tuple[Rows, Int32Array]:
+        """Rows of the slot table that compute, and how many tokens each."""
+        table, n = self.table, len(self.table)
         budget = self.config.max_num_batched_tokens
-        limit = self.config.long_prefill_token_threshold or budget
-        want = np.minimum(behind, limit)
-        if int(want.sum()) <= budget:
-            return slots, want
-        order = np.argsort(behind > 1, kind="stable")
-        before = np.cumsum(want[order]) - want[order]
-        grants = np.empty_like(want)
-        grants[order] = np.clip(budget - before, 0, want[order])
-        return slots[grants > 0], grants[grants > 0]
+        expected = table.expected[:n]
+        behind = expected - table.planned[:n]
+        # Who has all the tokens it may have waits for its end.
+        behind[expected >= table.max_total[:n]] = 0
+        if self.config.long_prefill_token_threshold:
+            np.minimum(behind, self.config.long_prefill_token_threshold, out=behind)
+        if int(behind.sum()) > budget:
+            behind = _share(behind, budget)
+        if behind.all():
+            return slice(0, n), behind
+        rows = behind.nonzero()[0]
+        return rows, behind[rows]
+
+    def _growth(self, rows: Rows, counts: Int32Array) -> tuple[npt.NDArray[np.intp], Int32Array]:
+        """Rows that need more blocks, and how many each."""
+        missing = self.table.planned[rows] + counts - self.table.capacity[rows]
+        places = (missing > 0).nonzero()[0]
+        if not len(places):
+            return places, _NONE
+        growing = places if isinstance(rows, slice) else rows[places]
+        return growing, -(-missing[places] // np.int32(self.config.block_size))
+
+    def _forked(self, rows: Rows) -> npt.NDArray[np.intp]:
+        """Rows that write into a block that others may hold."""
+        flagged = self.table.shares_tail[rows].nonzero()[0]
+        if isinstance(rows, slice):
+            return flagged
+        found: npt.NDArray[np.intp] = rows[flagged]
+        return found
 
     def _preempt(self, victim: Sequence) -> None:
         """Just letting go: the references drop, the tokens stay, and it waits at its old place."""
         self._leave(victim)
-        victim.state = State.DRAINING if victim.in_flight else State.WAITING
+        victim.state = State.WAITING
         victim.preemptions += 1
         self.stats.preemptions += 1
         self.waiting.push(victim)
-        self._events.append(Preempted(victim, self._step))
+        self.note(Preempted(victim, self.step))
 
     def preempt_all(self) -> None:
         """Let every running sequence go, each to its old place in the queue."""
-        for sequence in self.table.sequences():
+        for sequence in list(self.table.running):
             self._preempt(sequence)
 
-    # --- admission ---
+    # --- what admission asks for ---
 
-    def _admit_waiting(self, budget: int) -> tuple[list[NewSequence], list[int]]:
-        """Give slots to waiting sequences while budget, slots and blocks last: (new sequences, their grants)."""
-        admitted: list[NewSequence] = []
-        grants: list[int] = []
-        if self.table.full or not self.waiting:
-            return admitted, grants
-        reserved = self.table.blocks_still_needed(self.config.block_size)
-        while budget > 0 and not self.table.full and (sequence := self.waiting.peek()) is not None:
-            if sequence.in_flight:
-                break
-            cached = self.prefix_cache.find(sequence)
-            start = len(cached) * self.config.block_size
-            missing = len(sequence.tokens) - start
-            grant = min(missing, budget, self.config.long_prefill_token_threshold or budget)
-            if grant < missing and not self.config.enable_chunked_prefill:
-                break
-            # Room for all it has, not just for this chunk: otherwise prompts would evict each other half-way.
-            need = -(-len(sequence.tokens) // self.config.block_size) - len(cached)
-            if need + reserved > self.pool.num_free - self.pool.num_free_among(cached.tolist()):
-                break
-            self.waiting.pop()
-            now = -(-(start + grant) // self.config.block_size) - len(cached)
-            admitted.append(self._admit(sequence, cached, now))
-            grants.append(grant)
-            reserved += need - now
-            budget -= grant
-        return admitted, grants
+    def seat(self, sequence: Sequence, blocks: Int32Array, num_computed: int) -> int:
+        """A sequence takes a slot with its blocks, ``num_computed`` of its tokens being there; returns the slot."""
+        tenant = self.waiting.tenant_of(sequence) if isinstance(self.waiting, FairQueue) else 0
+        return self.table.take(sequence, blocks, num_computed, tenant)
 
-    def _admit(self, sequence: Sequence, cached: Int32Array, num_new_blocks: int) -> NewSequence:
-        self.pool.acquire(cached.tolist())
-        blocks = np.concatenate([cached, self.pool.allocate(num_new_blocks)])
-        start = len(cached) * self.config.block_size
-        num_tokens = len(sequence.tokens)
-        slot = self.table.take(sequence, blocks, start)
-        sequence.state = State.RUNNING
-        self.prefix_cache.adopt(sequence, cached)
-        step = self._step + 1
-        if self.prefix_cache.enabled:
-            self.stats.count_lookup(num_tokens, start, resumed=sequence.preemptions > 0)
-        self._events.append(Admitted(sequence, step, num_tokens, start))
-        return sequence.placed(slot, blocks, start)
+    def begin_restore(self, sequence: Sequence, hit: Hit) -> None:
+        """Its pages come back from the host first; meanwhile others may go."""
+        total = -(-len(sequence.tokens) // self.config.block_size)
+        self.host.restore(sequence, hit)
+        sequence.state = State.RESTORING
+        sequence.restores += 1
+        self._restoring[sequence.uid] = total - len(hit.device) - len(hit.beyond)
 
     # --- sending ---
 
-    def _send(
-        self,
-        slots: Int32Array,
-        counts: Int32Array,
-        grow_slots: Int32Array,
-        grow_blocks: Int32Array,
-        admitted: tuple[NewSequence, ...],
-    ) -> StepPlan:
+    def _send(self, draft: Draft) -> StepPlan:
         """Make the plan final: lengths move on, and what its result will mean is remembered."""
-        table = self.table
-        self._step += 1
-        starts = table.planned[slots]
-        ends = starts + counts
-        samples = (ends == table.expected[slots]).astype(np.int32)
-        sampled = samples.nonzero()[0]
-        sample_slots = slots[sampled]
-        self._note_chunks(slots, starts, counts, samples)
-        table.planned[slots] = ends
-        table.expected[sample_slots] += 1
-        table.in_flight[slots] += 1
-        fills = find_fills(starts, ends, slots, table.block_table, self.pool.generation, self.config.block_size)
-        self._sent.append(SentPlan(self._step, slots, table.uid[slots], sampled, sample_slots, fills))
-        released, self._released = self._released, []
+        table, size = self.table, self.config.block_size
+        self.step += 1
+        samples = Samples.of(table, draft)
+        forks, late = self._fork_followers(draft, samples)
+        fills = draft.advance(self.pool.generation, size, self.step)
+        samples.advance(table, self.step)
+        prompt_tokens = self._note_chunks(draft)
+        if isinstance(self.waiting, FairQueue):
+            decoding = (draft.starts >= table.prefill_end[draft.rows]).astype(np.float64)
+            self.waiting.charge(table.tenant[draft.rows], OUTPUT_COST * decoding)
         self.stats.steps += 1
-        self.stats.scheduled_tokens += int(counts.sum())
-        return StepPlan(
-            term=self.term,
-            epoch=self.epoch,
-            step=self._step,
-            release=np.array(released, np.int32),
-            admit=admitted,
-            grow_slots=grow_slots,
-            grow_blocks=grow_blocks,
-            row_slots=slots,
-            row_starts=starts,
-            row_tokens=counts,
-            row_samples=samples,
-            sample_slots=sample_slots,
-        )
-
-    def _note_chunks(self, slots: Int32Array, starts: Int32Array, counts: Int32Array, samples: Int32Array) -> None:
-        """Events for rows that prefill."""
-        table = self.table
-        for row in (starts < table.prefill_end[slots]).nonzero()[0].tolist():
-            sequence = self._sequences[int(table.uid[slots[row]])]
-            self.stats.prompt_tokens += int(counts[row])
-            self._events.append(
-                Chunk(sequence, self._step, int(starts[row]), int(counts[row]), last=bool(samples[row]))
+        self.stats.scheduled_tokens += draft.num_tokens
+        # What the next step will need is about what this one has needed.
+        self.host.save_ahead(self.pool.take_handed_out())
+        moves = self.host.take_moves()
+        self._sent.append(
+            SentPlan(
+                step=self.step,
+                version=table.version,
+                slots=draft.slots,
+                uids=table.uid[draft.rows].copy(),
+                sampled=samples.of_row,
+                sample_slots=samples.slots,
+                sample_uids=samples.uids,
+                sample_rows=samples.rows,
+                num_tokens=draft.num_tokens,
+                prompt_tokens=prompt_tokens,
+                fills=fills,
+                forks=tuple(forks),
+                late=tuple(late),
+                moves=moves,
             )
+        )
+        released, self._released = self._released, []
+        return draft.build((self.term, self.epoch, self.step), released, samples, self._copy_on_write.take(), moves)
+
+    def _fork_followers(self, draft: Draft, samples: Samples) -> tuple[list[Fork], list[Sequence]]:
+        """Followers of leaders whose prompt this plan completes: those that find a slot are forked, the others are late."""
+        forks: list[Fork] = []
+        late: list[Sequence] = []
+        if not len(self._families):
+            return forks, late
+        for place, uid in reversed(list(enumerate(samples.uids.tolist()))):
+            if not self._families.leads(uid):
+                continue
+            leader = self._sequences[uid]
+            followers = self._families.release(uid)
+            room = self.table.num_free
+            late += followers[room:]
+            children = followers[:room]
+            forks += [Fork(leader, child) for child in children]
+            rows = [self._fork(draft, samples.of_row[place], leader, child) for child in children]
+            samples.insert(place + 1, rows, self.table)
+        return forks, late
+
+    def _fork(self, draft: Draft, place: int, leader: Sequence, child: Sequence) -> int:
+        """The child takes a slot on the leader's blocks; returns its row."""
+        blocks = self.table.blocks(leader).copy()
+        num_tokens = len(child.tokens)
+        self.pool.acquire(blocks.tolist())
+        slot = self.seat(child, blocks, num_tokens)
+        child.state = State.RUNNING
+        if num_tokens % self.config.block_size:
+            self.table.shares_tail[[self.table.row(leader), self.table.row(child)]] = 1
+        # As of before the forward pass it has what its leader has.
+        start = int(draft.starts[place])
+        draft.admitted.append(child.placed(slot, blocks, start))
+        self.note(Admitted(child, self.step, num_tokens, num_tokens))
+        self.note(Chunk(child, self.step, num_tokens, 0, last=True))
+        return self.table.row(child)
+
+    def _note_chunks(self, draft: Draft) -> int:
+        """Events for rows that prefill; returns how many prompt tokens they compute."""
+        table = self.table
+        places = (draft.starts < table.prefill_end[draft.rows]).nonzero()[0]
+        if not len(places):
+            return 0
+        rows = places if isinstance(draft.rows, slice) else draft.rows[places]
+        total = 0
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            start, count = int(draft.starts[place]), int(draft.counts[place])
+            total += count
+            last = start + count >= int(table.prefill_end[row])
+            self.note(Chunk(table.running[row], self.step, start, count, last))
+        self.stats.prompt_tokens += total
+        return total
 
     # --- commit ---
 
-    def _commit_tokens(self, plan: SentPlan, result: StepResult, present: npt.NDArray[np.bool_]) -> None:
-        """Sampled tokens become known: at once for slots still held, one by one for sequences let go meanwhile."""
-        counts = result.sample_counts
-        self.stats.generated_tokens += len(result.tokens)
-        here = present[plan.sampled] & (counts > 0)
-        if here.all():
-            self.table.append(plan.sample_slots, result.tokens)
-            return
-        offsets = np.cumsum(counts) - counts
-        self.table.append(plan.sample_slots[here], result.tokens[offsets[here]])
-        for sample in (~here & (counts > 0)).nonzero()[0].tolist():
-            sequence = self._sequences.get(int(plan.uids[plan.sampled[sample]]))
-            tokens = result.tokens[offsets[sample] : offsets[sample] + counts[sample]]
-            if sequence is not None and sequence.slot == NO_SLOT:
-                sequence.tokens = np.concatenate([sequence.tokens, tokens])
+    def _note_fills(self, plan: SentPlan, result: StepResult) -> None:
+        fills = plan.fills
+        assert fills is not None
+        uids = plan.uids[fills.row].tolist()
+        sequences = [self._sequences.get(uid) for uid in uids]
+        if not result.sample_counts.all():
+            # A row that could not be sampled (its logits were not numbers) leaves pages nobody should read.
+            unsound = set(plan.sampled[result.sample_counts == 0].tolist())
+            rows = fills.row.tolist()
+            sequences = [None if row in unsound else one for row, one in zip(rows, sequences, strict=True)]
+        self._publisher.add(plan, sequences)
 
-    def _publish_fills(self, plan: SentPlan, fills: BlockFills, result: StepResult) -> None:
-        """Blocks filled by this step become findable, under the identity they had when it was planned."""
-        # A row that could not be sampled (its logits were not numbers) leaves pages nobody should read.
-        sound = np.ones(len(plan.slots), np.bool_)
-        sound[plan.sampled[result.sample_counts == 0]] = False
-        size = self.config.block_size * 4
-        # Valid for rows that still have their slot; the few let go meanwhile carry their tokens themselves.
-        contents = self.table.contents(plan.slots[fills.row], fills.index, self.config.block_size)
-        columns = zip(
-            range(0, len(contents), size),
-            plan.uids[fills.row].tolist(),
-            sound[fills.row].tolist(),
-            fills.index.tolist(),
-            fills.block.tolist(),
-            fills.generation.tolist(),
-            strict=True,
-        )
-        for start, uid, is_sound, index, block, generation in columns:
-            sequence = self._sequences.get(uid)
-            if sequence is None or not is_sound:
-                continue
-            if sequence.slot != NO_SLOT:
-                content = contents[start : start + size]
-            else:
-                content = sequence.tokens.data.cast("B")[index * size : (index + 1) * size].tobytes()
-            self.prefix_cache.publish(sequence, index, block, generation, content)
+    def _learn_costs(self, plan: SentPlan, result: StepResult) -> None:
+        timings = result.timings
+        restored = plan.moves.num_restored if plan.moves is not None else 0
+        if restored and timings.restore_s > 0:
+            self.costs.observe_restore(restored, timings.restore_s)
+        # Only steps that are mostly prefill tell what a prompt token costs.
+        if timings.forward_s > 0 and plan.prompt_tokens >= max(self.config.block_size, plan.num_tokens // 2):
+            self.costs.observe_prefill(plan.num_tokens, timings.forward_s)
 
-    def _settle(self, uid: int) -> None:
-        """A plan that named a sequence let go meanwhile is acknowledged; after the last one it may resume (rule R4)."""
-        sequence = self._sequences.get(uid)
-        if sequence is None:
-            return
-        sequence.in_flight -= 1
-        if not sequence.in_flight and sequence.state is State.DRAINING:
+    def _settle_moves(self, plan: SentPlan) -> None:
+        assert plan.moves is not None
+        for sequence in self.host.settle(plan.moves):
+            if self._restoring.pop(sequence.uid, None) is not None:
+                sequence.last_step = 0
+                self._let_wait(sequence)
+
+    def _let_wait(self, sequence: Sequence) -> None:
+        if sequence.state in (State.FOLLOWING, State.RESTORING):
             sequence.state = State.WAITING
+            self.waiting.push(sequence)
 
     def _end_by_executor(self, uid: int, reason: EndReason, step: int) -> None:
         sequence = self._sequences.get(uid)
         if sequence is None:
             return
-        if sequence.state is State.RUNNING:
-            self._leave(sequence)
-        else:
-            self.waiting.remove(sequence)
+        self._withdraw(sequence)
+        if reason in (EndReason.STOP, EndReason.LENGTH):
+            self.forecast.observe(len(sequence.tokens) - sequence.output_start)
         self._end(sequence)
-        self._events.append(Ended(sequence, step, reason))
-
-    def _release_followers(self, plan: SentPlan) -> None:
-        """Choices that waited for the first one's prompt may go now that it is in the cache."""
-        for uid in plan.uids[plan.sampled].tolist():
-            leader = self._leaders.pop(uid, None)
-            if leader is not None:
-                self._let_follow(leader)
-
-    def _let_follow(self, leader: Sequence) -> None:
-        for follower in leader.followers:
-            if follower.state is State.FOLLOWING:
-                follower.state = State.WAITING
-                self.waiting.push(follower)
-        leader.followers.clear()
+        self.note(Ended(sequence, step, reason))
 
     def _leave(self, sequence: Sequence) -> None:
         """Give slot and blocks back; the executor hears of it with the next plan."""
+        # Blocks go back in the order of their worth, so their content must be known first.
+        self.tidy()
         self._released.append(sequence.slot)
         self.pool.release(self.table.leave(sequence).tolist())
 
     def _end(self, sequence: Sequence) -> None:
         sequence.state = State.ENDED
         del self._sequences[sequence.uid]
-        if self._leaders.pop(sequence.uid, None) is not None:
-            self._let_follow(sequence)
+        heir = self._families.leave(sequence)
+        if heir is not None:
+            self.waiting.push(heir)
+
+    def reset_prefix_cache(self) -> int:
+        """Nothing computed until now is found again, by anyone; returns how many blocks could be."""
+        self._publisher.forget()
+        for sequence in self._sequences.values():
+            # What it goes on to compute continues what is forgotten.
+            sequence.num_findable = -1
+        return self.prefix_cache.reset()
 
     # --- integrity ---
 
@@ -437,20 +460,35 @@ class Scheduler:
         Raises:
             IntegrityError: the first breach found.
         """
-        table = self.table
-        table.check_integrity(self.config.block_size)
-        self.pool.check_integrity(table.references(self.config.num_blocks))
-        for sequence in self._sequences.values():
-            running = sequence.state is State.RUNNING
-            if running != (sequence.slot != NO_SLOT) or (running and table.uid[sequence.slot] != sequence.uid):
-                raise IntegrityError(f"sequence {sequence.uid} and its slot disagree")
-        waiting = {sequence.uid for sequence in self.waiting}
-        states = {State.WAITING, State.DRAINING}
-        if waiting != {uid for uid, sequence in self._sequences.items() if sequence.state in states}:
-            raise IntegrityError("the waiting queue and the states disagree")
-        if not self._sequences and not self._sent and self.pool.num_used:
+        table, pool, host = self.table, self.pool, self.host.pool
+        table.check_integrity()
+        on_device, on_host = self.host.holds([plan.moves for plan in self._sent if plan.moves is not None])
+        held = np.bincount(np.array(on_device, np.int64), minlength=pool.num_blocks)
+        pool.check_integrity(table.references(pool.num_blocks) + held)
+        host.check_integrity(np.bincount(np.array(on_host, np.int64), minlength=host.num_blocks))
+        running = {sequence.uid for sequence in table.running}
+        by_state: dict[State, set[int]] = {state: set() for state in State}
+        for uid, sequence in self._sequences.items():
+            by_state[sequence.state].add(uid)
+        if running != by_state[State.RUNNING] or {one.uid for one in self.waiting} != by_state[State.WAITING]:
+            raise IntegrityError("slots, the waiting queue and the states of sequences disagree")
+        if set(self._restoring) != by_state[State.RESTORING]:
+            raise IntegrityError("sequences whose pages are restored and the states disagree")
+        late = {one.uid for plan in self._sent for one in plan.late}
+        following = {one.uid for one in self._families.followers()}
+        if not by_state[State.FOLLOWING] <= late | following or not following <= by_state[State.FOLLOWING]:
+            raise IntegrityError("somebody follows nobody")
+        if not self._sequences and not self._sent and pool.num_used:
             raise IntegrityError("blocks are referenced although nothing runs")
 
 
+def _share(behind: Int32Array, budget: int) -> Int32Array:
+    """Grants int32[n] for rows that are ``behind`` int32[n] tokens behind: those one behind first, then in order."""
+    order = np.argsort(behind > 1, kind="stable")
+    before = np.cumsum(behind[order]) - behind[order]
+    grants = np.empty_like(behind)
+    grants[order] = np.clip(budget - before, 0, behind[order])
+    return grants
+
+
 _NONE: Int32Array = np.empty(0, np.int32)
-_LAST_END = max(EndReason)

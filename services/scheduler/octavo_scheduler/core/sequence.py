@@ -16,12 +16,12 @@ NO_SLOT = -1
 class State(Enum):
     """Where a sequence is."""
 
-    # Waits for the first sequence of its request to have computed the prompt they share.
+    # Waits for the first sequence of its request to have computed the prompt they share: it will be forked from it.
     FOLLOWING = "following"
     WAITING = "waiting"
+    # Pages it will start on are on their way from the host to the device.
+    RESTORING = "restoring"
     RUNNING = "running"
-    # Let go by preemption; back in the waiting queue, but plans that name it are still in flight.
-    DRAINING = "draining"
     ENDED = "ended"
 
 
@@ -37,14 +37,14 @@ class Sequence:
         "attempt",
         "chain",
         "choice",
-        "followers",
-        "in_flight",
+        "last_step",
         "max_total_tokens",
         "num_findable",
         "output_start",
         "parent",
         "preemptions",
         "record",
+        "restores",
         "root",
         "slot",
         "state",
@@ -68,13 +68,14 @@ class Sequence:
         # Hashes of its leading full blocks, as far as they were needed.
         self.chain: list[bytes] = []
         self.root = b""
-        # How many of its leading blocks can be found in the prefix cache, and the parent of the one after them.
+        # How many of its leading blocks can be found in the prefix cache, and the number of the last one's content.
         self.num_findable = 0
-        self.parent: int | bytes = b""
-        # Unacknowledged plans that name it.
-        self.in_flight = 0
+        self.parent = 0
+        # The last plan that named it, as of when it had a slot.
+        self.last_step = 0
         self.preemptions = 0
-        self.followers: list[Sequence] = []
+        # How often pages were restored for it since it last had a slot.
+        self.restores = 0
 
     def resume_with(self, outputs: list[int]) -> None:
         """Start from outputs that are in the log already."""

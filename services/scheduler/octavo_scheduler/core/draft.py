@@ -1,0 +1,141 @@
+"""A plan while it is being made: rows of the slot table that compute, and what they sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo_scheduler.core.host_tier import Moves
+from octavo_scheduler.core.in_flight import BlockFills, find_fills
+from octavo_scheduler.core.slots import Rows, SlotTable
+from octavo_shared.plan import NO_INTS, NO_MOVES, NewSequence, PageMoves, StepPlan
+from octavo_shared.records import Int32Array
+
+
+class Draft:
+    """Rows that compute: ``rows`` of the slot table (r of them), from ``starts``, ``counts`` tokens each, int32[r]."""
+
+    def __init__(self, table: SlotTable, rows: Rows, counts: Int32Array) -> None:
+        self._table = table
+        self.rows = rows
+        self.counts = counts
+        self.slots: Int32Array = table.slot[rows].copy()
+        self.starts: Int32Array = table.planned[rows].copy()
+        self.num_tokens = int(counts.sum())
+        self.admitted: list[NewSequence] = []
+        self.grow_slots = NO_INTS
+        self.grow_blocks = NO_INTS
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that compute."""
+        return len(self.slots)
+
+    def grow(self, slots: Int32Array, blocks: Int32Array) -> None:
+        """Block tables get longer: a slot for each block."""
+        self.grow_slots, self.grow_blocks = slots, blocks
+
+    def admit(self, admitted: list[NewSequence], grants: list[int]) -> None:
+        """Sequences that have just taken the last rows of the table compute as well."""
+        if not admitted:
+            return
+        before, now = len(self._table) - len(admitted), len(self._table)
+        if isinstance(self.rows, slice) and self.rows.stop == before:
+            self.rows = slice(0, now)
+        else:
+            own = np.arange(self.num_rows) if isinstance(self.rows, slice) else self.rows
+            self.rows = np.concatenate([own, np.arange(before, now)])
+        self.admitted += admitted
+        self.counts = np.append(self.counts, np.array(grants, np.int32))
+        self.slots = self._table.slot[self.rows].copy()
+        self.starts = self._table.planned[self.rows].copy()
+        self.num_tokens += sum(grants)
+
+    def advance(self, generation: npt.NDArray[np.uint32], block_size: int, step: int) -> BlockFills | None:
+        """The lengths move on; returns the blocks that become full."""
+        table = self._table
+        ends = self.starts + self.counts
+        table.planned[self.rows] = ends
+        table.last_step[self.rows] = step
+        return find_fills(self.starts, ends, self.slots, table.block_table, generation, block_size)
+
+    def build(
+        self,
+        numbers: tuple[int, int, int],
+        released: list[int],
+        samples: Samples,
+        swaps: tuple[Int32Array, Int32Array, Int32Array, PageMoves] | None,
+        moves: Moves | None,
+    ) -> StepPlan:
+        """The plan. ``numbers`` are its term, epoch and step."""
+        term, epoch, step = numbers
+        swap_slots, swap_indices, swap_blocks, copies = swaps or (NO_INTS, NO_INTS, NO_INTS, NO_MOVES)
+        return StepPlan(
+            term=term,
+            epoch=epoch,
+            step=step,
+            release=np.array(released, np.int32) if released else NO_INTS,
+            admit=tuple(self.admitted),
+            grow_slots=self.grow_slots,
+            grow_blocks=self.grow_blocks,
+            swap_slots=swap_slots,
+            swap_indices=swap_indices,
+            swap_blocks=swap_blocks,
+            copy_out=moves.out() if moves is not None else NO_MOVES,
+            copies=copies,
+            restores=moves.back() if moves is not None else NO_MOVES,
+            row_slots=self.slots,
+            row_starts=self.starts,
+            row_tokens=self.counts,
+            row_samples=samples.per_row,
+            sample_slots=samples.slots,
+        )
+
+
+class Samples:
+    """What a plan samples, row by row: [samples] each.
+
+    ``of_row`` is the plan's row, ``slots`` and ``uids`` the sequence the sample is for (another than the row's if it is a
+    fork), ``rows`` that sequence's row in the slot table. ``per_row`` int32[rows of the plan] counts them.
+    """
+
+    def __init__(
+        self,
+        per_row: Int32Array,
+        of_row: npt.NDArray[np.intp],
+        slots: Int32Array,
+        uids: npt.NDArray[np.int64],
+        rows: Rows,
+    ) -> None:
+        self.per_row = per_row
+        self.of_row = of_row
+        self.slots = slots
+        self.uids = uids
+        self.rows = rows
+
+    @classmethod
+    def of(cls, table: SlotTable, draft: Draft) -> Samples:
+        """Every row that reaches the end of its tokens is sampled once."""
+        reached = draft.starts + draft.counts == table.expected[draft.rows]
+        per_row = reached.astype(np.int32)
+        of_row = reached.nonzero()[0]
+        if len(of_row) == draft.num_rows:
+            return cls(per_row, of_row, draft.slots, table.uid[draft.rows].copy(), draft.rows)
+        rows = of_row if isinstance(draft.rows, slice) else draft.rows[of_row]
+        return cls(per_row, of_row, draft.slots[of_row], table.uid[rows], rows)
+
+    def insert(self, place: int, rows: list[int], table: SlotTable) -> None:
+        """Samples for further ``rows`` of the table, drawn like the one before ``place``."""
+        row = self.of_row[place - 1]
+        own = np.arange(len(self.slots)) if isinstance(self.rows, slice) else self.rows
+        at = [place] * len(rows)
+        self.rows = np.insert(own, at, rows)
+        self.of_row = np.insert(self.of_row, at, row)
+        self.slots = np.insert(self.slots, at, table.slot[rows])
+        self.uids = np.insert(self.uids, at, table.uid[rows])
+        self.per_row[row] += len(rows)
+
+    def advance(self, table: SlotTable, step: int) -> None:
+        """Every sampled sequence has one token more to come."""
+        table.expected[self.rows] += 1
+        table.last_step[self.rows] = step
