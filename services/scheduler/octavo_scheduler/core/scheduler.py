@@ -34,6 +34,7 @@ from octavo_scheduler.core.publisher import Publisher
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
 from octavo_scheduler.core.slots import Rows, SlotTable
 from octavo_scheduler.core.stats import CoreStats
+from octavo_scheduler.core.view import KvView, Tier, view_kv
 from octavo_scheduler.core.waiting import OUTPUT_COST, FairQueue, make_queue
 from octavo_shared.plan import StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
@@ -133,6 +134,15 @@ class Scheduler:
     def restoring_blocks(self) -> int:
         """Blocks that sequences whose pages are being restored will need beside those pages."""
         return sum(self._restoring.values())
+
+    @property
+    def sent(self) -> list[SentPlan]:
+        """Plans sent whose results are not back, oldest first."""
+        return list(self._sent)
+
+    def kv_view(self, start: int, count: int, tier: Tier = "device") -> KvView:
+        """What ``count`` blocks of a tier from ``start`` on hold right now, with the totals."""
+        return view_kv(self, start, count, tier)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         """Some unacknowledged plan names it."""
