@@ -155,6 +155,9 @@ class ExecutorSettings(CommonSettings):
     gpu_memory_utilization: float = setting(0.92, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
     kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
     num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
+    kv_offloading_size: float = setting(
+        0.0, "cache", "GiB of host memory for blocks that the KV cache has no room for; 0 = none.", ge=0, allow_inf_nan=False
+    )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(
         None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
