@@ -27,6 +27,8 @@ from octavo_kernels.interface import (
 PANEL = 16
 SYSTEM_PAGE = mmap.PAGESIZE
 MAX_ARGS = 31
+# Moves of fewer bytes run on one thread.
+ALONE_BYTES = 1 << 20
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -93,10 +95,12 @@ class CpuKernels:
             self._libc.madvise(start, length, mmap.MADV_HUGEPAGE)
         return tensor
 
-    def _run_ops(self, ops: npt.NDArray[np.int64]) -> None:
-        self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], self._threads)
+    def _run_ops(self, ops: npt.NDArray[np.int64], threads: int | None = None) -> None:
+        self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], threads or self._threads)
 
-    def _emit(self, name: str, rows: int, *args: int, keep: tuple[Tensor | None, ...]) -> None:
+    def _emit(
+        self, name: str, rows: int, *args: int, keep: tuple[Tensor | None, ...], threads: int | None = None
+    ) -> None:
         address = self._address.get(name)
         if address is None:
             address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
@@ -108,7 +112,7 @@ class CpuKernels:
             self._recording[1].extend(tensor for tensor in keep if tensor is not None)
             return
         self._single[0, : len(op)] = op
-        self._run_ops(self._single)
+        self._run_ops(self._single, threads)
 
     @contextmanager
     def record(self) -> Iterator[Callable[[], CpuProgram]]:
@@ -249,7 +253,9 @@ class CpuKernels:
             sides += (address, pages.stride(0) * size, pages.stride(1) * size)
         keep = (source_pages, source, destination_pages, destination)
         indices = (_check(source, I32), _check(destination, I32))
-        self._emit("oct_move_pages", len(source), *indices, layers, page * size, *sides, keep=keep)
+        # Waking another thread takes longer than a page or two.
+        threads = 1 if len(source) * layers * page * size < ALONE_BYTES else None
+        self._emit("oct_move_pages", len(source), *indices, layers, page * size, *sides, keep=keep, threads=threads)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         count = logits.shape[0]
