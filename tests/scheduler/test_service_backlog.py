@@ -178,6 +178,23 @@ def test_aborted_work_is_owed_no_longer(valkey: str, tmp_path: Path) -> None:
     play(scene, valkey, tmp_path)
 
 
+@pytest.mark.parametrize(("reason", "ends"), [("stop_string", 1), ("disconnect", 0)])
+def test_a_stop_string_is_as_good_as_an_end(valkey: str, tmp_path: Path, reason: str, ends: int) -> None:
+    """Gateways find stop strings and abort: those outputs are complete, others that are aborted are cut."""
+
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=100)
+            await executor.work(5)
+            await stage.streams.append_abort(AbortRecord(RequestId(LOG, 1), reason=reason))
+            await stage.until(stage.all_acknowledged)
+            lengths = stage.service.backlog.lengths
+            assert sum(count > 0 for count in lengths._ends) == ends
+            assert sum(lengths._tokens) > 0
+
+    play(scene, valkey, tmp_path)
+
+
 @pytest.mark.parametrize(("flag", "bound"), [(0, 0), (1000, 1000), (None, LEAST_QUEUED_TOKENS)])
 def test_the_bound_is_the_operators(valkey: str, tmp_path: Path, flag: int | None, bound: int) -> None:
     async def scene(stage: Stage) -> None:

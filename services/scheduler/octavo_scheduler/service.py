@@ -127,7 +127,7 @@ class SchedulerService:
             return False
         if record.owner_generation >= live.record.owner_generation:
             choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
-            self._end_choices(live, choices, EndReason.ABORT, None)
+            self._end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
     def _place(self, live: LiveRequest, outputs: dict[int, list[int]]) -> None:
@@ -150,8 +150,19 @@ class SchedulerService:
         self._homes[live.record.id] = engine
         self._pump(engine)
 
-    def _end_choices(self, live: LiveRequest, choices: set[int], reason: EndReason, problem: Problem | None) -> None:
-        """End choices from here: let their blocks go now, and fence them with the end (the log decides who was first)."""
+    def _end_choices(
+        self,
+        live: LiveRequest,
+        choices: set[int],
+        reason: EndReason,
+        problem: Problem | None,
+        *,
+        complete: bool = False,
+    ) -> None:
+        """End choices from here: let their blocks go now, and fence them with the end (the log decides who was first).
+
+        ``complete``: they are as long as they would have become.
+        """
         engine = self._homes.get(live.record.id)
         fenced = choices - live.ending
         for sequence in live.sequences:
@@ -159,7 +170,7 @@ class SchedulerService:
                 continue
             if engine.core.abort(sequence):
                 self.observer.left(sequence, reason)
-                self.backlog.learn(sequence, reason)
+                self.backlog.learn(sequence, EndReason.STOP if complete else reason)
             else:
                 # Computed already; its own end is on its way into the log.
                 fenced.discard(sequence.choice)
