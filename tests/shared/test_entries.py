@@ -245,18 +245,17 @@ def beam_searches(draw: st.DrawFn) -> BeamFold:
 
     shared = tuple(draw(st.lists(TOKENS, max_size=3)))
     shared_logprobs, length = run(shared), draw(st.integers(1, 3))
-    sides: list[tuple[Hypothesis, ...]] = []
-    for side in ("live", "kept"):
-        # Their next tokens differ, as those of hypotheses do where they part.
-        firsts = draw(st.lists(TOKENS, min_size=side == "live", max_size=3, unique=True))
-        members = []
-        for first in firsts:
-            size = length - 1 if side == "live" else draw(st.integers(0, 4))
-            own = (first, *draw(st.lists(TOKENS, min_size=size, max_size=size)))
-            end = EndReason.NONE if side == "live" else draw(st.sampled_from(list(EndReason)[1:]))
-            members.append(Hypothesis(shared + own, draw(FLOAT32), shared_logprobs + run(own), end))
-        sides.append(tuple(members))
-    return BeamFold(draw(st.integers(1, MAX_CHOICES)), *sides)
+    # The tokens they go on with differ, as those of hypotheses do where they part.
+    firsts = draw(st.lists(TOKENS, min_size=1, max_size=6, unique=True))
+    width = draw(st.integers(1, len(firsts)))
+    live, kept = [], []
+    for index, first in enumerate(firsts):
+        size = length - 1 if index < width else draw(st.integers(0, 4))
+        own = (first, *draw(st.lists(TOKENS, min_size=size, max_size=size)))
+        end = EndReason.NONE if index < width else draw(st.sampled_from(list(EndReason)[1:]))
+        one = Hypothesis(shared + own, draw(FLOAT32), shared_logprobs + run(own), end)
+        (live if index < width else kept).append(one)
+    return BeamFold(draw(st.integers(1, MAX_CHOICES)), tuple(live), tuple(kept))
 
 
 @given(st.lists(beam_searches(), min_size=1, max_size=2))
