@@ -3,6 +3,7 @@
 from octavo_kernels.interface import (
     AttentionBatch,
     AttentionShape,
+    Candidates,
     Kernels,
     LinearWeight,
     Logprobs,
@@ -15,6 +16,7 @@ from octavo_kernels.select import UnsupportedShapeError, choose_kernels
 __all__ = [
     "AttentionBatch",
     "AttentionShape",
+    "Candidates",
     "Kernels",
     "LinearWeight",
     "Logprobs",

@@ -106,6 +106,16 @@ class Logprobs:
     top_logprobs: Tensor  # float32[R, N]
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest tokens per row, the likeliest first; only the first ``found[r]`` entries of a row are set."""
+
+    ids: Tensor  # int32[R, N]
+    logprobs: Tensor  # float32[R, N]
+    found: Tensor  # int32[R]
+    status: Tensor  # uint8[R], SampleStatus
+
+
 class Program(Protocol):
     """A recorded sequence of kernels over fixed buffers."""
 
@@ -192,11 +202,31 @@ class Kernels(Protocol):
         No page may be both source and destination, nor destination twice.
         """
 
+    def move_pages(
+        self,
+        source_pages: Tensor,  # [layers, blocks, ...]
+        source: Tensor,  # int32[m]
+        destination_pages: Tensor,  # [layers, other blocks, ...], another memory of the same type
+        destination: Tensor,  # int32[m], no page twice
+    ) -> None:
+        """destination_pages: page destination[i] = page source[i] of source_pages, in every layer.
+
+        A page of a layer is contiguous and of one size in both; layers and pages may lie at any distance. One side may be
+        pinned host memory where the other is a device's.
+        """
+
     def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         """Draw one token per row of logits float32[R, V] (left unchanged): token int32[R] (-1: none), status uint8[R].
 
         In order: penalties, bias, banned ids, temperature, min-p, top-k, top-p, Gumbel-max with noise that is a pure
         function of (seed, position, token id). Ties go to the lower id. Greedy rows skip all from temperature on.
+        """
+
+    def candidates(self, logits: Tensor, rows: SampleRows, wanted: Tensor, width: int) -> Candidates:
+        """Of logits float32[R, V] (left unchanged) the ``wanted`` int32[R] likeliest tokens, in tables ``width`` wide.
+
+        Penalties, bias and banned ids come first, as in ``sample``; then a softmax over what is left, without temperature
+        or filters. Ties go to the lower id. Tokens of probability zero are none: a row may have fewer than wanted.
         """
 
     def logprobs(self, logits: Tensor, target: Tensor, top_n: Tensor, width: int) -> Logprobs:

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from octavo_shared.codec import (
+    NO_LOGPROB,
+    check_counts,
+    logprobs_from_proto,
+    logprobs_to_proto,
+    pack_ints,
+    problem_from_proto,
+    problem_to_proto,
+    unpack,
+)
+from octavo_shared.codec import MalformedEntryError as MalformedEntryError
+from octavo_shared.entries_beams import beams_from_proto, beams_to_proto, step_from_proto, step_to_proto
 from octavo_shared.fold import FenceEvent, LogEvent, SnapshotEvent, TokenEvent
+from octavo_shared.fold_beams import BeamEvent
 from octavo_shared.ids import NO_ATTEMPT, Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
@@ -17,29 +29,12 @@ from octavo_shared.records import (
     AbortRecord,
     EarlyStopping,
     EndReason,
-    Problem,
     RequestRecord,
     SamplingParams,
-    TokenLogprobs,
 )
 
-NO_LOGPROB = TokenLogprobs(float("nan"), 0)
 # By number; cheaper than calling the enumeration.
 _ENDS = tuple(EndReason)
-
-
-class MalformedEntryError(ValueError):
-    """Bytes in a stream that are not what the contract says."""
-
-
-def pack_ints(values: Iterable[int], dtype: str = "<i4") -> bytes:
-    """Integers as a little-endian array."""
-    return np.fromiter(values, dtype).tobytes()
-
-
-def unpack(data: bytes, dtype: str = "<i4") -> npt.NDArray[np.generic]:
-    """A read-only view of a little-endian array."""
-    return np.frombuffer(data, dtype)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -188,53 +183,6 @@ def decode_abort(data: bytes) -> AbortRecord:
         raise MalformedEntryError(str(error)) from error
 
 
-# --- log-probabilities and problems -----------------------------------------------------------------------------------
-
-
-def _logprobs_to_proto(entries: Sequence[TokenLogprobs]) -> log_pb2.Logprobs:
-    tops = [pair for entry in entries for pair in entry.top]
-    return log_pb2.Logprobs(
-        sampled=np.fromiter((entry.logprob for entry in entries), "<f4", len(entries)).tobytes(),
-        ranks=pack_ints(entry.rank for entry in entries),
-        top_counts=pack_ints(len(entry.top) for entry in entries),
-        top_ids=pack_ints(token for token, _ in tops),
-        top_values=np.fromiter((value for _, value in tops), "<f4", len(tops)).tobytes(),
-    )
-
-
-def _logprobs_from_proto(message: log_pb2.Logprobs) -> list[TokenLogprobs]:
-    ids, values = unpack(message.top_ids).tolist(), unpack(message.top_values, "<f4").tolist()
-    entries, start = [], 0
-    rows = (unpack(message.sampled, "<f4"), unpack(message.ranks), unpack(message.top_counts))
-    _check_counts(rows[2], len(ids))
-    for logprob, rank, count in zip(*(column.tolist() for column in rows), strict=True):
-        top = tuple(zip(ids[start : start + count], values[start : start + count], strict=True))
-        entries.append(TokenLogprobs(logprob, rank, top))
-        start += count
-    return entries
-
-
-def _check_counts(counts: npt.NDArray[np.generic], total: int) -> None:
-    """Counts that do not add up to the column they divide would shift what belongs to one row into another."""
-    column = counts.astype(np.int64)
-    if (column < 0).any() or int(column.sum()) != total:
-        raise MalformedEntryError("counts and the column they divide do not agree")
-
-
-def _problem_to_proto(problem: Problem) -> log_pb2.Problem:
-    return log_pb2.Problem(
-        status=problem.status,
-        type=problem.type,
-        code=problem.code,
-        param=problem.param,
-        message=problem.message,
-    )
-
-
-def _problem_from_proto(message: log_pb2.Problem) -> Problem:
-    return Problem(message.message, message.status, message.type, message.code, message.param)
-
-
 # --- the log ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,14 +208,14 @@ def encode_tokens(rows: Sequence[OutputRow], *, term: int, executor: str, epoch:
             for row in rows
             for entry in (row.logprobs if row.logprobs is not None else [NO_LOGPROB] * len(row.tokens))
         ]
-        batch.logprobs.CopyFrom(_logprobs_to_proto(entries))
+        batch.logprobs.CopyFrom(logprobs_to_proto(entries))
     for index, row in enumerate(rows):
         if row.problem is not None or row.prompt_logprobs is not None or row.cached_tokens:
             note = batch.notes.add(row=index, cached_tokens=row.cached_tokens)
             if row.problem is not None:
-                note.problem.CopyFrom(_problem_to_proto(row.problem))
+                note.problem.CopyFrom(problem_to_proto(row.problem))
             if row.prompt_logprobs is not None:
-                note.prompt_logprobs.CopyFrom(_logprobs_to_proto(row.prompt_logprobs))
+                note.prompt_logprobs.CopyFrom(logprobs_to_proto(row.prompt_logprobs))
     return log_pb2.LogEntry(tokens=batch).SerializeToString()
 
 
@@ -283,8 +231,14 @@ def encode_fences(fences: Iterable[FenceEvent]) -> bytes:
             end=log_pb2.EndReason.Name(fence.end),  # type: ignore[arg-type]
         )
         if fence.problem is not None:
-            message.problem.CopyFrom(_problem_to_proto(fence.problem))
+            message.problem.CopyFrom(problem_to_proto(fence.problem))
     return log_pb2.LogEntry(fences=batch).SerializeToString()
+
+
+def encode_beams(events: Iterable[BeamEvent]) -> bytes:
+    """Steps of beam searches for requests of one log."""
+    batch = log_pb2.BeamBatch(steps=(step_to_proto(event) for event in events))
+    return log_pb2.LogEntry(beams=batch).SerializeToString()
 
 
 def encode_snapshot(states: Iterable[SnapshotEvent]) -> bytes:
@@ -302,11 +256,13 @@ def encode_snapshot(states: Iterable[SnapshotEvent]) -> bytes:
             cached_tokens=state.cached_tokens,
         )
         if state.logprobs is not None:
-            message.logprobs.CopyFrom(_logprobs_to_proto(state.logprobs))
+            message.logprobs.CopyFrom(logprobs_to_proto(state.logprobs))
         if state.prompt_logprobs is not None:
-            message.prompt_logprobs.CopyFrom(_logprobs_to_proto(state.prompt_logprobs))
+            message.prompt_logprobs.CopyFrom(logprobs_to_proto(state.prompt_logprobs))
         if state.problem is not None:
-            message.problem.CopyFrom(_problem_to_proto(state.problem))
+            message.problem.CopyFrom(problem_to_proto(state.problem))
+        if state.beams is not None:
+            message.beams.CopyFrom(beams_to_proto(state.beams))
     return log_pb2.LogEntry(snapshot=snapshot).SerializeToString()
 
 
@@ -323,6 +279,8 @@ def decode_entry(data: bytes) -> list[LogEvent]:
             return list(_token_events(entry.tokens))
         if kind == "fences":
             return [_fence_event(message) for message in entry.fences.fences]
+        if kind == "beams":
+            return [step_from_proto(message) for message in entry.beams.steps]
         if kind == "snapshot":
             return [_snapshot_event(message) for message in entry.snapshot.choices]
     except (DecodeError, ValueError, IndexError) as error:
@@ -332,7 +290,7 @@ def decode_entry(data: bytes) -> list[LogEvent]:
 
 def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
     tokens = unpack(batch.tokens).tolist()
-    logprobs = _logprobs_from_proto(batch.logprobs) if batch.HasField("logprobs") else None
+    logprobs = logprobs_from_proto(batch.logprobs) if batch.HasField("logprobs") else None
     notes = {note.row: note for note in batch.notes}
     columns = (
         unpack(batch.serials, "<u8"),
@@ -343,7 +301,7 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
         unpack(batch.ends, "u1"),
         unpack(batch.stop_tokens),
     )
-    _check_counts(columns[4], len(tokens))
+    check_counts(columns[4], len(tokens))
     if (columns[3].astype(np.int64) < 0).any():
         raise MalformedEntryError("a position is negative")
     if logprobs is not None and len(logprobs) != len(tokens):
@@ -363,9 +321,9 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
             own = tuple(logprobs[start:stop])
         if notes and (note := notes.get(row)) is not None:
             if note.HasField("prompt_logprobs"):
-                prompt = tuple(_logprobs_from_proto(note.prompt_logprobs))
+                prompt = tuple(logprobs_from_proto(note.prompt_logprobs))
             if note.HasField("problem"):
-                problem = _problem_from_proto(note.problem)
+                problem = problem_from_proto(note.problem)
             cached = note.cached_tokens
         told = (tokens[start],) if count == 1 else tuple(tokens[start:stop])
         yield TokenEvent(serial, choice, current, position, told, _ENDS[end], stop_token, own, prompt, problem, cached)
@@ -378,14 +336,14 @@ def _fence_event(message: log_pb2.Fence) -> FenceEvent:
         choice=message.choice,
         attempt=Attempt(message.term, message.n),
         end=EndReason(message.end),
-        problem=_problem_from_proto(message.problem) if message.HasField("problem") else None,
+        problem=problem_from_proto(message.problem) if message.HasField("problem") else None,
     )
 
 
 def _snapshot_event(message: log_pb2.ChoiceState) -> SnapshotEvent:
     has_prompt = message.HasField("prompt_logprobs")
     tokens = tuple(unpack(message.tokens).tolist())
-    logprobs = tuple(_logprobs_from_proto(message.logprobs)) if message.HasField("logprobs") else None
+    logprobs = tuple(logprobs_from_proto(message.logprobs)) if message.HasField("logprobs") else None
     if logprobs is not None and len(logprobs) != len(tokens):
         raise MalformedEntryError("tokens and their log-probabilities do not agree")
     return SnapshotEvent(
@@ -396,7 +354,8 @@ def _snapshot_event(message: log_pb2.ChoiceState) -> SnapshotEvent:
         end=EndReason(message.end),
         stop_token=message.stop_token,
         logprobs=logprobs,
-        prompt_logprobs=tuple(_logprobs_from_proto(message.prompt_logprobs)) if has_prompt else None,
-        problem=_problem_from_proto(message.problem) if message.HasField("problem") else None,
+        prompt_logprobs=tuple(logprobs_from_proto(message.prompt_logprobs)) if has_prompt else None,
+        problem=problem_from_proto(message.problem) if message.HasField("problem") else None,
         cached_tokens=message.cached_tokens,
+        beams=beams_from_proto(message.beams) if message.HasField("beams") else None,
     )

@@ -10,13 +10,25 @@ The rules, per choice:
   position 0.
 * A fence counts iff its attempt is greater than the current one; it makes that attempt current, and may end the choice.
 * Nothing follows the first end.
+
+The choices of a request that is answered by beam search have one story, told by the scheduler step by step
+(``fold_beams``), until they end:
+
+* A beam step counts iff its attempt is the current one and it follows the state before it; there is no overlap to trim. A
+  request that has no attempt yet takes the first one that speaks at position 0. Every open choice then has the tokens
+  that are certain; the last step gives each its own hypothesis and its end.
+* A fence without an end that counts for one choice is for all that are open: the search is one. A fence with an end ends
+  the choice that it names and nothing else: the search goes on for the others, under the same attempt, and the
+  hypothesis that would have been the choice's goes to nobody.
+* Tokens of executors count for nothing once a search has begun, nor do beam steps where tokens were before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+from octavo_shared.fold_beams import BeamEvent, BeamFold, Hypothesis
 from octavo_shared.ids import NO_ATTEMPT, Attempt
 from octavo_shared.records import EndReason, Problem, TokenLogprobs
 
@@ -51,7 +63,10 @@ class FenceEvent:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEvent:
-    """The owner of the log says: this is the whole state of the choice; what came before has been trimmed away."""
+    """The owner of the log says: this is the whole state of the choice; what came before has been trimmed away.
+
+    ``beams`` is the request's beam search if that goes on; one of its open choices carries it.
+    """
 
     serial: int
     choice: int
@@ -63,9 +78,11 @@ class SnapshotEvent:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     problem: Problem | None = None
     cached_tokens: int = 0
+    beams: BeamFold | None = None
 
 
-LogEvent = TokenEvent | FenceEvent | SnapshotEvent
+ChoiceEvent = TokenEvent | FenceEvent | SnapshotEvent
+LogEvent = ChoiceEvent | BeamEvent
 
 
 class ChoiceFold:
@@ -85,7 +102,7 @@ class ChoiceFold:
         self.stop_token: int = -1
         self.problem: Problem | None = None
 
-    def apply(self, event: LogEvent) -> bool:
+    def apply(self, event: ChoiceEvent) -> bool:
         """Take one event in; True iff it changed what a reader sees (tokens or end) or who may speak."""
         if isinstance(event, TokenEvent):
             return self._apply_tokens(event)
@@ -131,6 +148,13 @@ class ChoiceFold:
         self.end, self.stop_token, self.problem = event.end, event.stop_token, event.problem
         return before != (self.attempt, len(self.tokens), self.end)
 
+    def grow(self, hypothesis: Hypothesis, length: int) -> bool:
+        """Take the tokens of a hypothesis that starts with those known, up to ``length``; True iff that is any."""
+        known = len(self.tokens)
+        self.tokens.extend(hypothesis.tokens[known:length])
+        self.logprobs.extend(hypothesis.logprobs[known:length])
+        return length > known
+
     def snapshot(self, serial: int, choice: int) -> SnapshotEvent:
         """This state as an event that reproduces it."""
         return SnapshotEvent(
@@ -147,25 +171,89 @@ class ChoiceFold:
         )
 
 
+# The choices that an event changed, by their number.
+Changed = tuple[tuple[int, ChoiceFold], ...]
+NOTHING: Changed = ()
+
+
 class LogFold:
     """The fold of a whole log: one ``ChoiceFold`` per (serial, choice) that has not been forgotten.
 
-    Readers of a single request pass its serial as ``only``; events of all others then cost nothing.
+    ``beams`` has the beam searches that go on, by serial. Readers of a single request pass its serial as ``only``; events
+    of all others then cost nothing.
     """
 
     def __init__(self, only: int | None = None) -> None:
         self.choices: dict[tuple[int, int], ChoiceFold] = {}
+        self.beams: dict[int, BeamFold] = {}
         self._only = only
 
-    def apply(self, event: LogEvent) -> ChoiceFold | None:
-        """Take one event in and return the choice it changed, or None when it counted for nothing."""
-        if self._only is not None and event.serial != self._only:
-            return None
-        key = (event.serial, event.choice)
+    def apply(self, event: LogEvent) -> Changed:
+        """Take one event in and return the choices in which a reader sees a change (see ``ChoiceFold.apply``)."""
+        serial = event.serial
+        if self._only is not None and serial != self._only:
+            return NOTHING
+        if isinstance(event, BeamEvent):
+            return self._apply_beams(event)
+        key = (serial, event.choice)
         choice = self.choices.get(key)
         if choice is None:
             choice = self.choices[key] = ChoiceFold()
-        return choice if choice.apply(event) else None
+        if isinstance(event, TokenEvent):
+            return ((event.choice, choice),) if serial not in self.beams and choice.apply(event) else NOTHING
+        changed = ((event.choice, choice),) if choice.apply(event) else NOTHING
+        if isinstance(event, SnapshotEvent) and event.beams is not None:
+            self.beams[serial] = event.beams
+        return changed + self._follow(event, bool(changed)) if serial in self.beams else changed
+
+    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> Changed:
+        """What an event for one choice means for the others of a request whose beam search goes on."""
+        serial, changed = event.serial, NOTHING
+        still_open = [pair for pair in self._choices_of(serial, self.beams[serial].n) if not pair[1].end]
+        if isinstance(event, FenceEvent) and counted and not event.end:
+            changed = tuple(pair for pair in still_open if pair[0] != event.choice)
+            for _, other in changed:
+                other.attempt = event.attempt
+        if not still_open:
+            del self.beams[serial]
+        return changed
+
+    def _apply_beams(self, event: BeamEvent) -> Changed:
+        serial, beams = event.serial, self.beams.get(event.serial)
+        choices = self._choices_of(serial, event.n)
+        still_open = [pair for pair in choices if not pair[1].end]
+        attempt = max((choice.attempt for _, choice in still_open), default=event.attempt)
+        if not still_open or (event.attempt != attempt and (attempt != NO_ATTEMPT or event.position != 0)):
+            return NOTHING
+        if beams is None and any(choice.tokens for _, choice in still_open):
+            return NOTHING
+        after = (beams or BeamFold(event.n)).after(event)
+        if after is None:
+            return NOTHING
+        for index, choice in choices:
+            self.choices[serial, index] = choice
+        for _, choice in still_open:
+            choice.attempt = event.attempt
+            if event.position == 0:
+                choice.cached_tokens = event.cached_tokens
+        if event.end:
+            return self._end_beams(event, after, still_open)
+        self.beams[serial] = after
+        certain = after.certain(len(still_open[0][1].tokens))
+        return tuple([(index, choice) for index, choice in still_open if choice.grow(after.live[0], certain)])
+
+    def _end_beams(self, event: BeamEvent, after: BeamFold, still_open: list[tuple[int, ChoiceFold]]) -> Changed:
+        self.beams.pop(event.serial, None)
+        for index, choice in still_open:
+            choice.end = event.end
+            if index < len(after.kept):
+                own = after.kept[index]
+                choice.grow(own, len(own.tokens))
+                choice.end, choice.stop_token = own.end, own.stop_token
+        return tuple(still_open)
+
+    def _choices_of(self, serial: int, n: int) -> list[tuple[int, ChoiceFold]]:
+        return [(index, self.get(serial, index)) for index in range(n)]
 
     def apply_all(self, events: Iterable[LogEvent]) -> LogFold:
         """Take many events in, in order; returns itself."""
@@ -177,7 +265,15 @@ class LogFold:
         """The state of a choice; that of a choice nothing was said of yet is the empty one."""
         return self.choices.get((serial, choice)) or ChoiceFold()
 
+    def snapshots(self) -> Iterator[SnapshotEvent]:
+        """This state as events that reproduce it; those of one request belong into one entry of the log."""
+        beams = dict(self.beams)
+        for (serial, index), choice in self.choices.items():
+            state = choice.snapshot(serial, index)
+            yield state if choice.end or serial not in beams else replace(state, beams=beams.pop(serial))
+
     def forget(self, serial: int) -> None:
         """Drop every choice of a request whose answer nobody needs any more."""
+        self.beams.pop(serial, None)
         for key in [key for key in self.choices if key[0] == serial]:
             del self.choices[key]

@@ -93,7 +93,7 @@ class NewSequence:
 
     ``tokens`` int32[num_tokens] is the prompt and every output so far; the first ``output_start`` of them are the prompt.
     ``num_computed`` of them have their keys and values in the pages of ``block_table`` int32[blocks] already (always fewer
-    than num_tokens). ``seed`` is the choice's own. The sequence ends by length when it has ``max_total_tokens`` tokens,
+    than num_tokens; a fork's child has as many as the row's own sequence). ``seed`` is the choice's own. The sequence ends by length when it has ``max_total_tokens`` tokens,
     prompt included. ``attempt`` is the n of its attempt; the term is the plan's.
     """
 
@@ -150,8 +150,9 @@ class StepTimings:
     """Where a step's time went (seconds).
 
     ``wait_s``: the executor was idle and waited for the plan. ``queued_s``: the plan was there and waited for the step
-    before it. Then preparing the batch (copies out and page copies included), forward, sampling. ``publish_s`` is the most
-    recent append to the log, which runs beside the forward pass. ``restore_s`` is what this step's restores took.
+    before it. Then preparing the batch (page moves included), forward, sampling. ``publish_s`` is the most recent append to
+    the log, which runs beside the forward pass. ``restore_s`` is what this step's restores took, within ``prepare_s`` or
+    beside the forward pass.
     """
 
     wait_s: float = 0.0
@@ -201,7 +202,7 @@ class OutputRow:
     eos is END by STOP with ``stop_token`` set as well; gateways know which ids are the model's own). ``logprobs`` has one
     entry per token, or None when not asked for. ``prompt_logprobs`` has prompt_tokens - 1 entries (the first prompt token
     has none) and comes only with position 0. So does ``cached_tokens``: how many prompt tokens were found in the prefix
-    cache when the sequence got the slot in which it drew its first output.
+    cache when the sequence got the slot in which it drew its first output; a fork's are those of the row's own sequence.
     """
 
     request_id: RequestId

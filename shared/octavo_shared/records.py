@@ -144,7 +144,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a scheduler publishes so that gateways can refuse early and truthfully (rule L14). Counts are in tokens."""
+    """What a scheduler publishes so that gateways can refuse early and truthfully (rule L14). Counts are in tokens.
+
+    ``queued_tokens`` is the work owed to requests that have not ended: prompt tokens not computed yet, and the outputs they
+    are expected to make. ``expected_outputs[i]`` is how many output tokens a choice with ``max_tokens`` 2^i makes on average,
+    as learned from those that have ended.
+    """
 
     model: str
     max_model_len: int
@@ -157,3 +162,22 @@ class ModelLimits:
     term: int = 0
     # Unix seconds at which this was written.
     written_s: float = field(default=0.0)
+    # Sequences that can run at once on the smallest executor; 0 = not known.
+    max_num_seqs: int = 0
+    queued_tokens: int = 0
+    # Tokens computed or drawn per second, recently, by all executors together; 0 = not measured yet.
+    tokens_per_s: float = 0.0
+    # More work than this is not to be queued; 0 = no bound.
+    max_queued_tokens: int = 0
+    expected_outputs: tuple[float, ...] = ()
+
+    def expected_output(self, max_tokens: int) -> float:
+        """Output tokens that a choice with ``max_tokens`` is expected to make; ``max_tokens`` while nothing is known."""
+        known = self.expected_outputs
+        if not known or max_tokens < 1:
+            return float(max(max_tokens, 0))
+        place = max_tokens.bit_length() - 1
+        if place >= len(known) - 1:
+            return min(known[-1], float(max_tokens))
+        share = max_tokens / (1 << place) - 1.0
+        return known[place] + share * (known[place + 1] - known[place])

@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from octavo_shared.records import MAX_CHOICES
@@ -59,10 +59,35 @@ def check_keys(value: list[str]) -> list[str]:
     return value
 
 
+def check_admin_keys(value: list[str], info: ValidationInfo) -> list[str]:
+    """Refuse an admin key that clients have as well."""
+    if set(check_keys(value)) & set(info.data.get("api_key", ())):
+        raise ValueError("a key must not be an API key as well: every client would be an administrator")
+    return value
+
+
+def parse_weights(value: Any) -> Any:
+    """Read ``a=2,b=0.5`` as a mapping; mappings pass through."""
+    if not isinstance(value, str):
+        return value
+    weights: dict[str, str] = {}
+    for part in split_list(value):
+        name, equals, weight = (piece.strip() for piece in part.rpartition("="))
+        if not equals or not name:
+            raise ValueError(f"must be like name=2,other=0.5, and {part!r} is not")
+        if name in weights:
+            raise ValueError(f"{name!r} has two weights")
+        weights[name] = weight
+    return weights
+
+
+Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
 NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
 KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
+AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_admin_keys)]
+Weights = Annotated[dict[str, Weight], NoDecode, BeforeValidator(parse_weights)]
 
 
 def setting(default: Any, group: str, help: str, **constraints: Any) -> Any:
@@ -101,6 +126,9 @@ class GatewaySettings(CommonSettings):
     host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
     port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
     api_key: KeyList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
+    admin_api_key: AdminKeyList = setting(
+        [], "HTTP", "Keys that also open /v1/kv and /v1/cache/reset. Default: see docs/api.md."
+    )
     allowed_origins: NameList = setting(["*"], "HTTP", "Origins that browsers may call from.")
     max_request_body_bytes: Count = setting(16 << 20, "HTTP", "Larger request bodies are refused with 413.", ge=1)
     error_code_style: Literal["openai", "vllm"] = setting(
@@ -119,6 +147,9 @@ class GatewaySettings(CommonSettings):
     seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
     max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1)
     max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1, le=MAX_CHOICES)
+    admin_timeout_s: float = setting(
+        5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False
+    )
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
 
@@ -135,6 +166,12 @@ class SchedulerSettings(CommonSettings):
     enable_chunked_prefill: bool = setting(True, "scheduler", "Compute long prompts in pieces beside decodes.")
     long_prefill_token_threshold: Count = setting(
         0, "scheduler", "Most tokens of one prompt per step; 0 = no limit.", ge=0
+    )
+    max_queued_tokens: Count | None = setting(
+        None,
+        "scheduler",
+        "Requests beyond so many tokens of queued work get 429; 0 = no bound (default: 16 times the KV cache, at least 256K).",
+        ge=0,
     )
     scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
 
@@ -155,6 +192,13 @@ class ExecutorSettings(CommonSettings):
     gpu_memory_utilization: float = setting(0.92, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
     kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
     num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
+    kv_offloading_size: float = setting(
+        0.0,
+        "cache",
+        "GiB of host memory for blocks that the KV cache has no room for; 0 = none.",
+        ge=0,
+        allow_inf_nan=False,
+    )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(
         None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1

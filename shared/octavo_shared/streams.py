@@ -6,6 +6,8 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
   choice of the request has its end in the log; then it is acknowledged and deleted, singly (rules L5, L6).
 * ``aborts``: who no longer wants what; entries are deleted once acted on (rule L7).
 * ``log:<gateway incarnation>``: the tokens and ends of that gateway's requests, trimmed only by its owner (rule L5).
+
+``control`` and ``control:<ask id>`` are lists (see ``octavo_shared.control``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import redis.asyncio
@@ -105,6 +107,13 @@ class Keys:
     @property
     def metrics(self) -> str:
         return self._key("metrics")
+
+    @property
+    def control(self) -> str:
+        return self._key("control")
+
+    def answer(self, ask_id: str) -> str:
+        return self._key("control", ask_id)
 
     def log(self, name: str) -> str:
         return self._key("log", name)
@@ -332,7 +341,12 @@ class Streams:
     async def read_limits(self) -> ModelLimits | None:
         """What the scheduler last published; None before the first time."""
         data = await self.client.get(self.keys.limits)
-        return None if data is None else ModelLimits(**json.loads(data))
+        if data is None:
+            return None
+        published = json.loads(data)
+        # A newer scheduler may say more than is understood here.
+        known = {one.name: published[one.name] for one in fields(ModelLimits) if one.name in published}
+        return ModelLimits(**{**known, "expected_outputs": tuple(known.get("expected_outputs", ()))})
 
     async def publish_metrics(self, service: str, exposition: bytes) -> None:
         """A service's metrics in Prometheus' text format, for gateways to serve."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octavo_executor.host_pages import HostPages
 from octavo_executor.kv_cache import KvCache
 from octavo_executor.model import Transformer
 from octavo_executor.runner import Runner
 from octavo_executor.spec import read_spec
 from octavo_executor.weights import choose_dtypes, load_weights
-from octavo_kernels import choose_kernels
+from octavo_kernels import Kernels, choose_kernels
 from octavo_shared.ids import RequestId
-from octavo_shared.plan import NewSequence, OutputRow, StepOutput, StepPlan
+from octavo_shared.plan import NewSequence, OutputRow, PageMoves, StepOutput, StepPlan
 from octavo_shared.records import SamplingParams
 
 MAX_MODEL_LEN = 200
@@ -26,11 +29,25 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def make_runner(folder: Path, backend: str = "cpu", block_size: int = 16, max_logits: int = 5) -> Runner:
+def moves(*pairs: tuple[int, int]) -> PageMoves:
+    """Page moves (source, destination)."""
+    return PageMoves(ints(*(a for a, _ in pairs)), ints(*(b for _, b in pairs)), np.zeros(len(pairs), np.uint32))
+
+
+def make_runner(
+    folder: Path,
+    backend: str = "cpu",
+    block_size: int = 16,
+    max_logits: int = 5,
+    *,
+    dtype: str = "float32",
+    host_pages: int = 0,
+    host: Callable[[KvCache, Kernels, int], HostPages] = HostPages,
+) -> Runner:
     """A runner over the tiny model in ``folder``; few logits at once, so that chunks of them are exercised."""
     spec = read_spec(folder)
     kernels = choose_kernels(backend, head_dim=spec.head_dim, block_size=block_size, threads=2)
-    dtypes = choose_dtypes("float32", spec.checkpoint_dtype, kernels)
+    dtypes = choose_dtypes(dtype, spec.checkpoint_dtype, kernels)
     cache = KvCache(spec, 80, block_size, dtypes.kv, kernels.empty)
     cache.k.fill_(float("nan"))
     cache.v.fill_(float("nan"))
@@ -45,7 +62,8 @@ def make_runner(folder: Path, backend: str = "cpu", block_size: int = 16, max_lo
         max_seqs=MAX_SEQS,
         max_logits=max_logits,
     )
-    return Runner(model, kernels, cache, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_SEQS)
+    tier = host(cache, kernels, host_pages)
+    return Runner(model, kernels, cache, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_SEQS, host=tier)
 
 
 @dataclass
@@ -68,15 +86,21 @@ class Running:
 
 
 class PlanMaker:
-    """Runs sequences; rows are (sequence, tokens to compute). ``check_integrity`` follows every step."""
+    """Runs sequences; rows are (sequence, tokens to compute). ``check_integrity`` follows every step.
+
+    A page that several sequences hold is copied before one of them writes into it; the last one writes in place.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.block = runner.state.block_size
         self.free = np.random.default_rng(0).permutation(runner.state.num_blocks).tolist()
+        self.holders: Counter[int] = Counter()
+        self.copied = 0
         self.running: dict[int, Running] = {}
         self._step = 0
         self._serial = 0
+        self._tokens: dict[int, list[int]] = {}
         self._released: list[int] = []
         self._admitted: list[NewSequence] = []
 
@@ -101,7 +125,9 @@ class PlanMaker:
             **given,
         )
         self._admitted.append(new)
+        self._tokens[self._serial] = list(tokens)
         table = given["block_table"].tolist()
+        self.holders.update(table)
         self.running[slot] = Running(slot, self._serial, len(tokens), given["num_computed"], table)
         return self.running[slot]
 
@@ -109,21 +135,62 @@ class PlanMaker:
         """Give its slot and pages up in the next plan."""
         del self.running[sequence.slot]
         self._released.append(sequence.slot)
-        self.free.extend(sequence.table)
+        for page in sequence.table:
+            self._let_go(page)
+
+    def _let_go(self, page: int) -> None:
+        self.holders[page] -= 1
+        if not self.holders[page]:
+            self.free.append(page)
+
+    def _take(self) -> int:
+        page: int = self.free.pop()
+        self.holders[page] = 1
+        return page
+
+    def fork(self, leader: Running, children: list[tuple[SamplingParams, int]]) -> tuple[StepPlan, list[Running]]:
+        """The plan that computes the rest of a leader's tokens and samples them into children (sampling, seed) too."""
+        start, tokens = leader.computed, self._tokens[leader.serial]
+        plan = self.plan([(leader, leader.known - start)])
+        family = [
+            self.admit(tokens, sampling, seed=seed, num_computed=start, block_table=ints(*leader.table))
+            for sampling, seed in children
+        ]
+        for child in family:
+            child.computed, child.known = leader.computed, leader.known
+        plan = replace(
+            plan,
+            admit=(*plan.admit, *self._admitted),
+            row_samples=ints(1 + len(family)),
+            sample_slots=ints(leader.slot, *(child.slot for child in family)),
+        )
+        self._admitted = []
+        return plan, family
 
     def plan(self, rows: list[tuple[Running, int]], **fields: Any) -> StepPlan:
         """The next plan; a row that reaches the end of its tokens samples one more."""
         grow: list[tuple[int, int]] = []
-        starts, samples = [], []
+        starts, samples, swaps, copies = [], [], [], []
         for sequence, count in rows:
             starts.append(sequence.computed)
+            index = sequence.computed // self.block
+            if index < len(sequence.table) and self.holders[sequence.table[index]] > 1:
+                shared, sequence.table[index] = sequence.table[index], self._take()
+                self._let_go(shared)
+                copies.append((shared, sequence.table[index]))
+                swaps.append((sequence.slot, index, sequence.table[index]))
             sequence.computed += count
             while len(sequence.table) * self.block < sequence.computed:
-                sequence.table.append(self.free.pop())
+                sequence.table.append(self._take())
                 grow.append((sequence.slot, sequence.table[-1]))
             samples.append(int(sequence.computed == sequence.known))
             sequence.known += samples[-1]
         self._step += 1
+        self.copied += len(copies)
+        fields = {"copies": moves(*copies)} | fields
+        if swaps:
+            names = ("swap_slots", "swap_indices", "swap_blocks")
+            fields |= {name: ints(*column) for name, column in zip(names, zip(*swaps, strict=True), strict=True)}
         plan = StepPlan(
             1,
             1,
@@ -153,7 +220,10 @@ class PlanMaker:
             sequence.over = row.end != 0
         result = output.result
         assert len(result.sample_counts) == len(result.ends) == len(plan.sample_slots)
-        assert result.tokens.tolist() == [token for row in output.rows for token in row.tokens]
+        # The tokens of beams are candidates, which nobody is told of.
+        drawn = np.repeat(self.runner.state.beam_width[plan.sample_slots] == 0, result.sample_counts)
+        assert result.tokens[drawn].tolist() == [token for row in output.rows for token in row.tokens]
+        assert len(result.scores) == (~drawn).sum()
         return output
 
     def step(self, *rows: tuple[Running, int], **fields: Any) -> StepOutput:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plan_maker import MAX_MODEL_LEN, PlanMaker, ints, make_runner
+from plan_maker import MAX_MODEL_LEN, PlanMaker, ints, make_runner, moves
 from tiny_models import random_tokens, save_tiny_model
 
 from octavo_executor.batch import PlanError
@@ -206,10 +206,9 @@ def test_copied_pages_serve_like_their_originals(maker: PlanMaker, theirs: Any) 
     sequence = maker.admit(prompt, GREEDY)
     maker.step((sequence, 40))
     old, new = sequence.table[1], maker.free.pop()
-    moves = PageMoves(ints(old), ints(new), np.zeros(1, np.uint32))
     sequence.table[1] = new
     swap = {"swap_slots": ints(sequence.slot), "swap_indices": ints(1), "swap_blocks": ints(new)}
-    maker.step((sequence, 1), copies=moves, **swap)
+    maker.step((sequence, 1), copies=moves((old, new)), **swap)
     maker.runner._cache.k[:, old] = float("nan")
     maker.runner._cache.v[:, old] = float("nan")
     maker.finish(sequence)
@@ -290,9 +289,23 @@ BAD: dict[str, dict[str, Any]] = {
         "row_tokens": ints(1, 1),
         "row_samples": ints(1, 0),
     },
-    "not below 80": {"copies": PageMoves(ints(1), ints(80), np.zeros(1, np.uint32))},
-    "source and destination": {"copies": PageMoves(ints(1, 2), ints(2, 3), np.zeros(2, np.uint32))},
-    "neither host pages": {"restores": PageMoves(ints(1), ints(2), np.zeros(1, np.uint32))},
+    "two samples": {"row_samples": ints(2), "sample_slots": ints(0, 0)},
+    "for 0 samples": {
+        "row_slots": ints(0, 1),
+        "row_starts": ints(16, 16),
+        "row_tokens": ints(1, 1),
+        "row_samples": ints(1, -1),
+        "sample_slots": ints(),
+    },
+    "cannot compute 2147483647 tokens": {"row_tokens": ints(2**31 - 1)},
+    "a beam width of -1": {"admit": "negative beam"},
+    "copies: there is no page 80; there are 80": {"copies": moves((1, 80))},
+    "copies: there is no page -1": {"copies": moves((-1, 2))},
+    "both source and destination": {"copies": moves((1, 2), (2, 3))},
+    "copies: a page is the destination twice": {"copies": moves((1, 3), (2, 3))},
+    "copies: 2 sources for 1": {"copies": PageMoves(ints(1, 2), ints(3), np.zeros(1, np.uint32))},
+    "restores: there is no host page 1; there are 0": {"restores": moves((1, 2))},
+    "copy_out: there is no host page 0; there are 0": {"copy_out": moves((1, 0))},
 }
 
 
@@ -310,6 +323,7 @@ def test_a_plan_that_contradicts_the_state_is_refused(maker: PlanMaker, message:
                 "long": replace(new, max_total_tokens=MAX_MODEL_LEN + 1),
                 "all computed": replace(new, num_computed=16, block_table=ints(1)),
                 "no pages": replace(new, num_computed=8),
+                "negative beam": replace(new, sampling=replace(GREEDY, beam_width=-1)),
             }[kind],
         )
     plan: StepPlan = replace(maker.plan([(running, 1)]), **change)

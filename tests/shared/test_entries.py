@@ -16,12 +16,14 @@ from octavo_shared.entries import (
     decode_entry,
     decode_request,
     encode_abort,
+    encode_beams,
     encode_fences,
     encode_request,
     encode_snapshot,
     encode_tokens,
 )
 from octavo_shared.fold import FenceEvent, SnapshotEvent, TokenEvent
+from octavo_shared.fold_beams import NO_TOKEN, BeamEnd, BeamEvent, BeamFold, Hypothesis
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
@@ -195,6 +197,79 @@ def test_fences_come_back_the_same(fences: list[FenceEvent]) -> None:
     assert decode_entry(encode_fences(fences)) == fences
 
 
+TOKENS = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def beam_steps(draw: st.DrawFn) -> BeamEvent:
+    asked = draw(st.booleans())
+    live = draw(st.lists(st.tuples(INT32, INT32, FLOAT32), max_size=4))
+    finished = []
+    for _ in range(draw(st.integers(0, 3))):
+        token = draw(st.just(NO_TOKEN) | TOKENS)
+        own = draw(LOGPROBS) if asked and token != NO_TOKEN else None
+        finished.append(BeamEnd(draw(INT32), token, draw(FLOAT32), draw(ENDS), own))
+    return BeamEvent(
+        serial=draw(UINT64),
+        attempt=draw(ATTEMPTS),
+        position=draw(COUNT),
+        n=draw(st.integers(1, MAX_CHOICES)),
+        parents=tuple(parent for parent, _, _ in live),
+        tokens=tuple(token for _, token, _ in live),
+        scores=tuple(score for _, _, score in live),
+        finished=tuple(finished),
+        ranking=tuple(draw(st.lists(INT32, max_size=4))),
+        logprobs=tuple(draw(LOGPROBS) for _ in live) if asked else None,
+        end=draw(ENDS),
+        cached_tokens=draw(st.just(0) | UINT32),
+    )
+
+
+@given(st.lists(beam_steps(), max_size=3))
+def test_beam_steps_come_back_the_same(events: list[BeamEvent]) -> None:
+    assert decode_entry(encode_beams(events)) == events
+
+
+def test_a_beam_step_is_small_when_no_log_probabilities_are_asked_for() -> None:
+    step = BeamEvent(1, Attempt(1, 1), 1000, 4, (0, 0, 1, 3), (5, 6, 7, 8), (-1.0, -2.0, -3.0, -4.0))
+    assert len(encode_beams([step])) < 100
+
+
+@st.composite
+def beam_searches(draw: st.DrawFn) -> BeamFold:
+    """A search whose hypotheses share a beginning, with log-probabilities for all or for none."""
+    asked = draw(st.booleans())
+
+    def run(tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+        return tuple(draw(LOGPROBS) for _ in tokens) if asked else ()
+
+    shared = tuple(draw(st.lists(TOKENS, max_size=3)))
+    shared_logprobs, length = run(shared), draw(st.integers(1, 3))
+    # The tokens they go on with differ, as those of hypotheses do where they part.
+    firsts = draw(st.lists(TOKENS, min_size=1, max_size=6, unique=True))
+    width = draw(st.integers(1, len(firsts)))
+    live, kept = [], []
+    for index, first in enumerate(firsts):
+        size = length - 1 if index < width else draw(st.integers(0, 4))
+        own = (first, *draw(st.lists(TOKENS, min_size=size, max_size=size)))
+        end = EndReason.NONE if index < width else draw(st.sampled_from(list(EndReason)[1:]))
+        one = Hypothesis(shared + own, draw(FLOAT32), shared_logprobs + run(own), end)
+        (live if index < width else kept).append(one)
+    return BeamFold(draw(st.integers(1, MAX_CHOICES)), tuple(live), tuple(kept))
+
+
+@given(st.lists(beam_searches(), min_size=1, max_size=2))
+def test_searches_in_snapshots_come_back_the_same(searches: list[BeamFold]) -> None:
+    states = [SnapshotEvent(1, choice, Attempt(1, 1), (), beams=beams) for choice, beams in enumerate(searches)]
+    assert decode_entry(encode_snapshot(states)) == states
+
+
+def test_what_hypotheses_start_with_is_told_once() -> None:
+    shared = tuple(range(10_000))
+    beams = BeamFold(4, tuple(Hypothesis((*shared, token), -1.0) for token in range(8)))
+    assert len(encode_snapshot([SnapshotEvent(1, 0, Attempt(1, 1), (), beams=beams)])) < 41_000
+
+
 @st.composite
 def snapshots(draw: st.DrawFn) -> SnapshotEvent:
     tokens = tuple(draw(st.lists(INT32, max_size=4)))
@@ -238,7 +313,12 @@ def _valid() -> list[tuple[object, bytes]]:
     record = RequestRecord(
         RequestId("g", 1), 5, np.array([1, 2, 3], np.int32), SamplingParams(logit_bias=((1, 0.5), (2, 1.5)))
     )
+    ended = (BeamEnd(0, 2, -1.0, EndReason.STOP, probs[0]), BeamEnd(1, NO_TOKEN, -1.0, EndReason.LENGTH))
+    step = BeamEvent(1, Attempt(2, 1), 3, 2, (0, 1), (4, 5), (-1.0, -2.0), ended, (1, 0), probs)
+    beams = BeamFold(2, (Hypothesis((4, 5), -1.0, probs),), (Hypothesis((4, 6), -1.0, probs, EndReason.STOP),))
     return [
+        (decode_entry, encode_beams([step])),
+        (decode_entry, encode_snapshot([SnapshotEvent(1, 0, Attempt(2, 1), (4,), logprobs=probs[:1], beams=beams)])),
         (decode_entry, encode_tokens(rows, term=1, executor="e", epoch=1, step=1)),
         (decode_entry, encode_fences([FenceEvent(1, 0, Attempt(2, 1), EndReason.ABORT, Problem("p"))])),
         (decode_entry, encode_snapshot([SnapshotEvent(1, 0, Attempt(2, 1), (4, 5), logprobs=probs)])),
@@ -248,7 +328,7 @@ def _valid() -> list[tuple[object, bytes]]:
 
 
 @settings(max_examples=400)
-@given(st.integers(0, 4), st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["flip", "cut", "double"]))
+@given(st.integers(0, 6), st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["flip", "cut", "double"]))
 def test_damaged_entries_are_refused_or_read(which: int, place: int, byte: int, damage: str) -> None:
     decode, data = _valid()[which]
     place %= len(data)
@@ -324,9 +404,79 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
         decode_entry(_batch(**changes))
 
 
+def _step(**changes: object) -> bytes:
+    """A step of three live hypotheses and two that ended, one of them by a token, changed."""
+    columns: dict[str, object] = {
+        "choices": 2,
+        "parents": _ints(0, 1, 2),
+        "tokens": _ints(7, 8, 9),
+        "scores": np.zeros(3, "<f4").tobytes(),
+        "ended_parents": _ints(0, 1),
+        "ended_tokens": _ints(5, NO_TOKEN),
+        "ended_scores": np.zeros(2, "<f4").tobytes(),
+        "ended_reasons": bytes([1, 2]),
+        "ranking": _ints(0, 1),
+    }
+    batch = log_pb2.BeamBatch(steps=[log_pb2.BeamStep(**columns | changes)])  # type: ignore[arg-type]
+    return log_pb2.LogEntry(beams=batch).SerializeToString()
+
+
+def test_the_unchanged_step_is_read() -> None:
+    assert len(decode_entry(_step())) == 1
+    (event,) = decode_entry(_step(logprobs=_probs(4, 4, (0, 0, 0, 0), 0, 0)))
+    assert isinstance(event, BeamEvent)
+    assert [end.logprobs for end in event.finished] == [TokenLogprobs(-1.0, 1), None]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choices": 0},
+        {"choices": MAX_CHOICES + 1},
+        {"position": -1},
+        {"parents": _ints(0, 1)},
+        {"tokens": _ints(7, 8)},
+        {"tokens": b"12345"},
+        {"scores": np.zeros(4, "<f4").tobytes()},
+        {"ended_parents": _ints(0)},
+        {"ended_tokens": _ints(5)},
+        {"ended_scores": np.zeros(1, "<f4").tobytes()},
+        {"ended_reasons": bytes([1])},
+        {"ended_reasons": bytes([1, 77])},
+        {"ranking": b"12345"},
+        {"end": 77},
+        {"logprobs": _probs(3, 3, (0, 0, 0), 0, 0)},
+        {"logprobs": _probs(5, 5, (0, 0, 0, 0, 0), 0, 0)},
+    ],
+)
+def test_steps_that_do_not_fit_together_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(MalformedEntryError):
+        decode_entry(_step(**changes))
+
+
+def _search(**changes: object) -> log_pb2.LogEntry:
+    columns: dict[str, object] = {"choices": 1, "live": [log_pb2.Hypothesis(tokens=_ints(1))]}
+    beams = log_pb2.BeamState(**columns | changes)  # type: ignore[arg-type]
+    return log_pb2.LogEntry(snapshot=log_pb2.Snapshot(choices=[log_pb2.ChoiceState(beams=beams)]))
+
+
+def test_the_unchanged_search_is_read() -> None:
+    (event,) = decode_entry(_search().SerializeToString())
+    assert isinstance(event, SnapshotEvent)
+    assert event.beams == BeamFold(1, (Hypothesis((1,), 0.0),))
+
+
 @pytest.mark.parametrize(
     "entry",
     [
+        _search(choices=0),
+        _search(choices=MAX_CHOICES + 1),
+        _search(live=[]),
+        _search(live=[log_pb2.Hypothesis(tokens=_ints(1)), log_pb2.Hypothesis()]),
+        _search(live=[log_pb2.Hypothesis(end=1)]),  # type: ignore[arg-type]
+        _search(kept=[log_pb2.Hypothesis()]),
+        _search(logprobs=_probs(1, 1, (0,), 0, 0)),
+        _search(shared=_ints(1), logprobs=_probs(1, 1, (0,), 0, 0)),
         log_pb2.LogEntry(),
         log_pb2.LogEntry(fences=log_pb2.FenceBatch(fences=[log_pb2.Fence(end=77)])),  # type: ignore[arg-type]
         log_pb2.LogEntry(snapshot=log_pb2.Snapshot(choices=[log_pb2.ChoiceState(tokens=b"abc")])),

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from octavo_shared.fold import ChoiceFold, FenceEvent, LogEvent, LogFold, SnapshotEvent, TokenEvent
+from octavo_shared.fold import ChoiceEvent, ChoiceFold, FenceEvent, LogFold, SnapshotEvent, TokenEvent
 from octavo_shared.ids import NO_ATTEMPT, Attempt
 from octavo_shared.records import EndReason, Problem, TokenLogprobs
 
@@ -30,7 +30,7 @@ def state(fold: ChoiceFold) -> tuple[object, ...]:
     )
 
 
-def folded(*events: LogEvent) -> ChoiceFold:
+def folded(*events: ChoiceEvent) -> ChoiceFold:
     return LogFold().apply_all(events).get(1, 0)
 
 
@@ -64,7 +64,7 @@ def test_tokens_follow_each_other() -> None:
         fence(Attempt(0, 9)),
     ],
 )
-def test_void_events_change_nothing(void: LogEvent) -> None:
+def test_void_events_change_nothing(void: ChoiceEvent) -> None:
     fold = folded(tokens(0, 5, 6))
     before = state(fold)
     assert not fold.apply(void)
@@ -107,7 +107,7 @@ def test_attempts_are_ordered_by_term_then_count() -> None:
 
 
 @pytest.mark.parametrize("end", [tokens(1, end=EndReason.STOP), fence(SECOND, EndReason.ABORT, problem=Problem("x"))])
-def test_nothing_follows_the_first_end(end: LogEvent) -> None:
+def test_nothing_follows_the_first_end(end: ChoiceEvent) -> None:
     fold = folded(tokens(0, 5), end)
     before = state(fold)
     for late in (
@@ -139,19 +139,21 @@ def test_choices_and_requests_are_kept_apart() -> None:
     for serial in (1, 2):
         for choice in (0, 1):
             changed = log.apply(TokenEvent(serial, choice, FIRST, 0, (serial * 10 + choice,)))
-            assert changed is log.get(serial, choice)
+            ((number, fold),) = changed
+            assert number == choice
+            assert fold is log.get(serial, choice)
     assert [log.get(s, c).tokens for s in (1, 2) for c in (0, 1)] == [[10], [11], [20], [21]]
     log.forget(1)
     assert sorted(log.choices) == [(2, 0), (2, 1)]
     assert log.get(1, 0).tokens == []
-    assert log.apply(TokenEvent(2, 0, FIRST, 0, (20,))) is None
+    assert log.apply(TokenEvent(2, 0, FIRST, 0, (20,))) == ()
 
 
 def test_a_reader_of_one_request_is_not_bothered_with_others() -> None:
     log = LogFold(only=2)
-    assert log.apply(tokens(0, 5)) is None
+    assert log.apply(tokens(0, 5)) == ()
     assert log.choices == {}
-    assert log.apply(TokenEvent(2, 0, FIRST, 0, (5,))) is log.get(2, 0)
+    assert log.apply(TokenEvent(2, 0, FIRST, 0, (5,))) == ((0, log.get(2, 0)),)
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ EVENTS = st.lists(st.one_of(token_events(), token_events(), FENCES), max_size=25
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_every_step_keeps_the_promises(events: list[LogEvent]) -> None:
+def test_every_step_keeps_the_promises(events: list[ChoiceEvent]) -> None:
     """Tokens only grow, attempts only rise, the first end stays, and True is said iff something changed."""
     fold = ChoiceFold()
     for event in events:
@@ -210,7 +212,7 @@ def test_every_step_keeps_the_promises(events: list[LogEvent]) -> None:
 
 @settings(max_examples=200)
 @given(EVENTS, st.randoms(use_true_random=False))
-def test_what_has_counted_counts_once(events: list[LogEvent], rng: random.Random) -> None:
+def test_what_has_counted_counts_once(events: list[ChoiceEvent], rng: random.Random) -> None:
     """An outbox that is not sure of an append repeats it: whatever counted before changes nothing, however late."""
     fold, counted = ChoiceFold(), []
     for event in events:
@@ -224,7 +226,7 @@ def test_what_has_counted_counts_once(events: list[LogEvent], rng: random.Random
 
 @settings(max_examples=200)
 @given(EVENTS, st.data())
-def test_a_snapshot_and_the_rest_equal_the_whole(events: list[LogEvent], data: st.DataObject) -> None:
+def test_a_snapshot_and_the_rest_equal_the_whole(events: list[ChoiceEvent], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(events)))
     snapshot = folded(*events[:cut]).snapshot(1, 0)
     assert state(folded(snapshot, *events[cut:])) == state(folded(*events))
@@ -247,7 +249,7 @@ def _truth(length: int) -> list[int]:
 
 
 @st.composite
-def two_attempts(draw: st.DrawFn) -> tuple[list[LogEvent], int]:
+def two_attempts(draw: st.DrawFn) -> tuple[list[ChoiceEvent], int]:
     """Two executors append for one choice; each may repeat itself; a fence for the second stands somewhere.
 
     The second starts from the fold at its own fence, so its events are made once the place of the fence is known.
@@ -255,8 +257,8 @@ def two_attempts(draw: st.DrawFn) -> tuple[list[LogEvent], int]:
     length = draw(st.integers(1, 8))
     truth = _truth(length)
 
-    def appends(attempt: Attempt, start: int) -> list[LogEvent]:
-        events: list[LogEvent] = []
+    def appends(attempt: Attempt, start: int) -> list[ChoiceEvent]:
+        events: list[ChoiceEvent] = []
         position = start
         while position < length:
             count = draw(st.integers(1, 3))
@@ -271,7 +273,7 @@ def two_attempts(draw: st.DrawFn) -> tuple[list[LogEvent], int]:
 
     first = appends(FIRST, 0)
     cut = draw(st.integers(0, len(first)))
-    log: list[LogEvent] = [*first[:cut], fence(SECOND)]
+    log: list[ChoiceEvent] = [*first[:cut], fence(SECOND)]
     second = appends(SECOND, len(folded(*log).tokens)) if not folded(*log).end else []
     rest = first[cut:] + draw(st.sampled_from([[], [fence(SECOND)], [fence(FIRST)], [fence(FIRST, EndReason.ABORT)]]))
     while rest or second:
@@ -282,7 +284,7 @@ def two_attempts(draw: st.DrawFn) -> tuple[list[LogEvent], int]:
 
 @settings(max_examples=200)
 @given(two_attempts())
-def test_two_attempts_in_any_interleaving_tell_one_story(case: tuple[list[LogEvent], int]) -> None:
+def test_two_attempts_in_any_interleaving_tell_one_story(case: tuple[list[ChoiceEvent], int]) -> None:
     log, length = case
     truth = _truth(length)
     fold, ends = ChoiceFold(), 0
@@ -295,7 +297,7 @@ def test_two_attempts_in_any_interleaving_tell_one_story(case: tuple[list[LogEve
 
 
 @given(EVENTS)
-def test_events_are_never_changed(events: list[LogEvent]) -> None:
+def test_events_are_never_changed(events: list[ChoiceEvent]) -> None:
     copies = [dataclasses.replace(event) for event in events]
     folded(*events)
     assert events == copies

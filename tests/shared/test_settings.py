@@ -96,7 +96,9 @@ def test_counts_are_exact(number: Decimal, suffix: tuple[str, int]) -> None:
         (GatewaySettings, "max_logprobs", "-2"),
         (GatewaySettings, "error_code_style", "both"),
         (GatewaySettings, "gateway_lease_s", "0"),
-        (SchedulerSettings, "scheduling_policy", "fair"),
+        (SchedulerSettings, "scheduling_policy", "fairly"),
+        (SchedulerSettings, "max_queued_tokens", "-1"),
+        (GatewaySettings, "admin_timeout_s", "0"),
         (SchedulerSettings, "enable_prefix_caching", "perhaps"),
         (SchedulerSettings, "max_num_seqs", "0"),
         (SchedulerSettings, "log_level", "loud"),
@@ -153,3 +155,9 @@ def test_settings_do_not_change() -> None:
     settings = load_settings(GatewaySettings)
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1  # type: ignore[misc]
+
+
+def test_an_admin_key_must_not_be_an_api_key() -> None:
+    with pytest.raises(SettingError, match=r"--admin-api-key \(OCTAVO_ADMIN_API_KEY\).*API key as well"):
+        load_settings(GatewaySettings, api_key="a,b", admin_api_key="b")
+    assert load_settings(GatewaySettings, api_key="a", admin_api_key="b,c").admin_api_key == ["b", "c"]

@@ -403,13 +403,30 @@ def test_terms_taken_at_once_differ(run: Run, url: str) -> None:
 def test_limits_and_metrics_are_published(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         assert await s.read_limits() is None
-        limits = ModelLimits("m", 128, 1024, 99, True, executors=1, term=3)
+        limits = ModelLimits(
+            "m",
+            128,
+            1024,
+            99,
+            True,
+            executors=1,
+            term=3,
+            queued_tokens=7,
+            tokens_per_s=0.5,
+            expected_outputs=(1.0, 1.5),
+        )
         before = time.time()
         await s.publish_limits(limits)
         published = await s.read_limits()
         assert published is not None
         assert published.written_s >= before
         assert replace(published, written_s=0.0) == limits
+        # From a scheduler of another version: what is not known is ignored, what is missing has its default.
+        await s.client.set(
+            s.keys.limits,
+            '{"model": "m", "max_model_len": 1, "pool_tokens": 2, "vocab_size": 3, "ready": false, "mood": "good"}',
+        )
+        assert await s.read_limits() == ModelLimits("m", 1, 2, 3, False)
         assert await s.read_metrics() == {}
         await s.publish_metrics("scheduler", b"a 1\n")
         await s.publish_metrics("executor-0", b"b 2\n")

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from octavo_kernels.cpu.build import load
-from octavo_kernels.interface import Activation, AttentionBatch, AttentionShape, LinearWeight, Logprobs, SampleRows
+from octavo_kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    Candidates,
+    LinearWeight,
+    Logprobs,
+    SampleRows,
+)
 
 PANEL = 16
 SYSTEM_PAGE = mmap.PAGESIZE
 MAX_ARGS = 31
+# Moves of fewer bytes run on one thread.
+ALONE_BYTES = 1 << 20
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -85,10 +95,12 @@ class CpuKernels:
             self._libc.madvise(start, length, mmap.MADV_HUGEPAGE)
         return tensor
 
-    def _run_ops(self, ops: npt.NDArray[np.int64]) -> None:
-        self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], self._threads)
+    def _run_ops(self, ops: npt.NDArray[np.int64], threads: int | None = None) -> None:
+        self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], threads or self._threads)
 
-    def _emit(self, name: str, rows: int, *args: int, keep: tuple[Tensor | None, ...]) -> None:
+    def _emit(
+        self, name: str, rows: int, *args: int, keep: tuple[Tensor | None, ...], threads: int | None = None
+    ) -> None:
         address = self._address.get(name)
         if address is None:
             address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
@@ -100,7 +112,7 @@ class CpuKernels:
             self._recording[1].extend(tensor for tensor in keep if tensor is not None)
             return
         self._single[0, : len(op)] = op
-        self._run_ops(self._single)
+        self._run_ops(self._single, threads)
 
     @contextmanager
     def record(self) -> Iterator[Callable[[], CpuProgram]]:
@@ -228,28 +240,57 @@ class CpuKernels:
         self._emit("oct_attention", qkv.shape[0], *args, keep=(qkv, out, k_pages, v_pages, *tensors))
 
     def copy_pages(self, pages: Tensor, source: Tensor, destination: Tensor) -> None:
-        layer_bytes, page_bytes = (pages.stride(i) * pages.element_size() for i in (0, 1))
-        addresses = (_check(source, I32), _check(destination, I32), _check(pages, pages.dtype))
-        keep = (pages, source, destination)
-        self._emit("oct_copy_pages", len(source), *addresses, pages.shape[0], layer_bytes, page_bytes, keep=keep)
+        self.move_pages(pages, source, pages, destination)
+
+    def move_pages(self, source_pages: Tensor, source: Tensor, destination_pages: Tensor, destination: Tensor) -> None:
+        layers, size = source_pages.shape[0], source_pages.element_size()
+        page = source_pages.shape[2:].numel()
+        sides: list[int] = []
+        for pages in (source_pages, destination_pages):
+            if pages.shape[0] != layers or pages.shape[2:].numel() != page or not pages[0, 0].is_contiguous():
+                raise ValueError(f"pages {tuple(source_pages.shape)} do not fit pages {tuple(destination_pages.shape)}")
+            address = _check(pages, source_pages.dtype, contiguous=False)
+            sides += (address, pages.stride(0) * size, pages.stride(1) * size)
+        keep = (source_pages, source, destination_pages, destination)
+        indices = (_check(source, I32), _check(destination, I32))
+        # Waking another thread takes longer than a page or two.
+        threads = 1 if len(source) * layers * page * size < ALONE_BYTES else None
+        self._emit("oct_move_pages", len(source), *indices, layers, page * size, *sides, keep=keep, threads=threads)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
-        count, vocab = logits.shape
+        count = logits.shape[0]
         token = torch.empty(count, dtype=I32)
         status = torch.empty(count, dtype=torch.uint8)
+        args = self._sampling_args(logits, rows)
+        self._emit("oct_sample", count, *args, token.data_ptr(), status.data_ptr(), keep=())
+        return token, status
+
+    def candidates(self, logits: Tensor, rows: SampleRows, wanted: Tensor, width: int) -> Candidates:
+        count = logits.shape[0]
+        result = Candidates(
+            torch.empty((count, width), dtype=I32),
+            torch.empty((count, width)),
+            torch.empty(count, dtype=I32),
+            torch.empty(count, dtype=torch.uint8),
+        )
+        outputs = (result.ids, result.logprobs, result.found, result.status)
+        args = (*self._sampling_args(logits, rows), _check(wanted, I32), width)
+        self._emit("oct_candidates", count, *args, *(x.data_ptr() for x in outputs), keep=())
+        return result
+
+    @staticmethod
+    def _sampling_args(logits: Tensor, rows: SampleRows) -> tuple[int, ...]:
+        """What every kernel that looks at ``SampleRows`` takes first."""
         floats = (rows.temperature, rows.top_p, rows.min_p, rows.presence, rows.frequency, rows.repetition)
         temperature, top_p, min_p, presence, frequency, repetition = (_check(x, F32) for x in floats)
-        args = (
-            *(_check(logits, F32), vocab, temperature, _check(rows.top_k, I32), top_p, min_p),
+        return (
+            *(_check(logits, F32), logits.shape[1], temperature, _check(rows.top_k, I32), top_p, min_p),
             *(presence, frequency, repetition, _check(rows.seed, torch.int64), _check(rows.position, I32)),
             *(_check(rows.tokens, I32), rows.tokens.shape[1], _check(rows.token_row, I32)),
             *(_check(rows.token_count, I32), _check(rows.output_start, I32)),
             *(_check(rows.bias_start, I32), _check(rows.bias_ids, I32), _check(rows.bias_values, F32)),
             *(_check(rows.banned_start, I32), _check(rows.banned_ids, I32)),
-            *(token.data_ptr(), status.data_ptr()),
         )
-        self._emit("oct_sample", count, *args, keep=())
-        return token, status
 
     def logprobs(self, logits: Tensor, target: Tensor, top_n: Tensor, width: int) -> Logprobs:
         count, vocab = logits.shape

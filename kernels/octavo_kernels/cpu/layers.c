@@ -131,15 +131,15 @@ EXPORT void oct_rope_kv(const int64_t *a) {
     }
 }
 
-/* Whole pages, all layers. No page is both a source and a destination.
- * a: 0 copies | 1 src int32[copies] | 2 dst int32[copies] | 3 base address of [layers, blocks, page_bytes] | 4 layers
- *    | 5 bytes from layer to layer | 6 page_bytes */
-EXPORT void oct_copy_pages(const int64_t *a) {
-  const int64_t n = a[0], layers = a[4], page = a[6];
+/* Whole pages, all layers, from one tensor [layers, pages, page_bytes] to another or the same one; layers and pages may lie
+ * at any distance. No page of one tensor is both a source and a destination.
+ * a: 0 moves | 1 src int32[moves] | 2 dst int32[moves] | 3 layers | 4 page_bytes | 5 address of the tensor read
+ *    | 6 bytes from layer to layer | 7 bytes from page to page | 8, 9, 10 the same of the tensor written */
+EXPORT void oct_move_pages(const int64_t *a) {
+  const int64_t n = a[0], layers = a[3], bytes = a[4];
 #pragma omp for schedule(static) collapse(2)
   for (int64_t l = 0; l < layers; l++)
-    for (int64_t i = 0; i < n; i++) {
-      char *base = PTR(char, 3) + l * a[5];
-      memcpy(base + PTR(const int32_t, 2)[i] * page, base + PTR(const int32_t, 1)[i] * page, page);
-    }
+    for (int64_t i = 0; i < n; i++)
+      memcpy(PTR(char, 8) + l * a[9] + PTR(const int32_t, 2)[i] * a[10],
+             PTR(const char, 5) + l * a[6] + PTR(const int32_t, 1)[i] * a[7], bytes);
 }

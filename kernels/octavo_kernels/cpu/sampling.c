@@ -33,6 +33,9 @@ INLINE v8 gumbel(u8v ids, uint64_t key) {
   return -vlog(-vsel(v < splat(0.25f), small, large));
 }
 
+/* What became of a row: fine, NaN or +inf in it, nothing left to choose from. */
+enum { FINE, NOT_FINITE, NOTHING_LEFT };
+
 struct scratch {
   float *z;
   int32_t *count;
@@ -88,7 +91,8 @@ static int64_t row_find(const float *x, int64_t V, float value) {
   return -1;
 }
 
-static float row_logsumexp(const float *x, int64_t V, float m) {
+/* log sum exp(x - m). A log-probability is (x - m) less this: through m plus this, large logits would lose digits. */
+static double row_log_sum(const float *x, int64_t V, float m) {
   double total = 0.0;
   for (int64_t i = 0; i < V;) {
     v8 part = splat(0.0f);
@@ -97,7 +101,7 @@ static float row_logsumexp(const float *x, int64_t V, float m) {
     total += hsum(part);
     for (; i < end; i++) total += expf(x[i] - m);
   }
-  return m + (float)log(total);
+  return log(total);
 }
 
 static int64_t row_rank(const float *x, int64_t V, float value) {
@@ -233,49 +237,56 @@ static int64_t gumbel_argmax(const float *z, int64_t V, uint64_t key) {
   return at;
 }
 
+/* Penalties, bias and banned ids of row r, with the arguments of oct_sample. *z becomes the row: this thread's copy in own.z
+ * if anything changes it or `copy` is set, else the logits themselves. *m becomes its largest entry. Returns the status. */
+static uint8_t process_row(const int64_t *a, int64_t r, int copy, const float **z, float *m) {
+  const int64_t V = a[2];
+  const float presence = PTR(const float, 7)[r], frequency = PTR(const float, 8)[r], repetition = PTR(const float, 9)[r];
+  const int32_t *bias = PTR(const int32_t, 17) + r, *banned = PTR(const int32_t, 20) + r;
+  const int penalties = presence != 0.0f || frequency != 0.0f || repetition != 1.0f;
+  int bad;
+  *z = PTR(const float, 1) + r * V;
+  *m = row_max(*z, V, &bad);
+  if (bad) return NOT_FINITE;
+  if (penalties || bias[1] > bias[0] || banned[1] > banned[0] || copy) {
+    if (!reserve(V)) return NOTHING_LEFT;
+    memcpy(own.z, *z, V * sizeof(float));
+    *z = own.z;
+    if (penalties)
+      penalise(own.z, V, PTR(const int32_t, 12) + PTR(const int32_t, 14)[r] * a[13], PTR(const int32_t, 15)[r],
+               PTR(const int32_t, 16)[r], presence, frequency, repetition);
+    for (int64_t i = bias[0]; i < bias[1]; i++) {
+      const int64_t id = PTR(const int32_t, 18)[i];
+      if (id >= 0 && id < V) own.z[id] += PTR(const float, 19)[i];
+    }
+    for (int64_t i = banned[0]; i < banned[1]; i++) {
+      const int64_t id = PTR(const int32_t, 21)[i];
+      if (id >= 0 && id < V) own.z[id] = -INFINITY;
+    }
+    *m = row_max(own.z, V, &bad);
+  }
+  return *m == -INFINITY ? NOTHING_LEFT : FINE;
+}
+
 /* a: 0 R | 1 logits float[R, V], not changed | 2 V | 3 temperature float[R] (0: greedy) | 4 top_k int32[R] (0: all)
  *    | 5 top_p float[R] | 6 min_p float[R] | 7 presence float[R] | 8 frequency float[R] | 9 repetition float[R]
  *    | 10 seed int64[R] | 11 position int32[R] | 12 tokens int32[rows, ldh]: prompt and outputs | 13 ldh
  *    | 14 token_row int32[R] | 15 token_count int32[R] | 16 output_start int32[R] | 17 bias_start int32[R + 1]
  *    | 18 bias_ids int32[] | 19 bias_values float[] | 20 banned_start int32[R + 1] | 21 banned_ids int32[]
- *    | 22 out token int32[R] | 23 out status uint8[R] (0 fine, 1 NaN or +inf, 2 nothing left to choose) */
+ *    | 22 out token int32[R] | 23 out status uint8[R] */
 EXPORT void oct_sample(const int64_t *a) {
   const int64_t R = a[0], V = a[2];
 #pragma omp for schedule(dynamic, 1)
   for (int64_t r = 0; r < R; r++) {
-    const float *raw = PTR(const float, 1) + r * V;
     const float temperature = PTR(const float, 3)[r], min_p = PTR(const float, 6)[r], top_p = PTR(const float, 5)[r];
-    const float presence = PTR(const float, 7)[r], frequency = PTR(const float, 8)[r],
-                repetition = PTR(const float, 9)[r];
-    const int32_t *bias = PTR(const int32_t, 17) + r, *banned = PTR(const int32_t, 20) + r;
     const int64_t top_k = PTR(const int32_t, 4)[r];
-    const int penalties = presence != 0.0f || frequency != 0.0f || repetition != 1.0f;
     int32_t *token = PTR(int32_t, 22) + r;
     uint8_t *status = PTR(uint8_t, 23) + r;
-    int bad;
-    float m = row_max(raw, V, &bad);
+    const float *z;
+    float m;
     *token = -1;
-    *status = bad ? 1 : 2;
-    if (bad) continue;
-    const float *z = raw;
-    if (penalties || bias[1] > bias[0] || banned[1] > banned[0] || temperature > 0.0f) {
-      if (!reserve(V)) continue;
-      memcpy(own.z, raw, V * sizeof(float));
-      z = own.z;
-      if (penalties)
-        penalise(own.z, V, PTR(const int32_t, 12) + PTR(const int32_t, 14)[r] * a[13], PTR(const int32_t, 15)[r],
-                 PTR(const int32_t, 16)[r], presence, frequency, repetition);
-      for (int64_t i = bias[0]; i < bias[1]; i++) {
-        const int64_t id = PTR(const int32_t, 18)[i];
-        if (id >= 0 && id < V) own.z[id] += PTR(const float, 19)[i];
-      }
-      for (int64_t i = banned[0]; i < banned[1]; i++) {
-        const int64_t id = PTR(const int32_t, 21)[i];
-        if (id >= 0 && id < V) own.z[id] = -INFINITY;
-      }
-      m = row_max(own.z, V, &bad);
-    }
-    if (m == -INFINITY) continue;
+    *status = process_row(a, r, temperature > 0.0f, &z, &m);
+    if (*status != FINE) continue;
     if (temperature > 0.0f) {
       for (int64_t i = 0; i < V; i++) own.z[i] /= temperature;
       m = m / temperature;
@@ -291,7 +302,55 @@ EXPORT void oct_sample(const int64_t *a) {
     } else {
       *token = (int32_t)row_find(z, V, m);
     }
-    *status = *token < 0 ? 2 : 0;
+    if (*token < 0) *status = NOTHING_LEFT;
+  }
+}
+
+/* The likeliest tokens of rows and their log-probabilities, the likeliest first, of equals the lower id; never one whose
+ * probability is zero.
+ * a: 0 to 21 as for oct_sample (temperature, filters, seed and position are not looked at) | 22 wanted int32[R] | 23 N
+ *    | 24 out ids int32[R, N] | 25 out logprobs float[R, N] | 26 out found int32[R] | 27 out status uint8[R].
+ * Entries from found[r] on mean nothing. */
+EXPORT void oct_candidates(const int64_t *a) {
+  const int64_t R = a[0], V = a[2], N = a[23];
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t r = 0; r < R; r++) {
+    int64_t n = PTR(const int32_t, 22)[r];
+    if (n > N) n = N;
+    if (n > V) n = V;
+    /* Insertion is quadratic in n: many are selected and sorted instead. */
+    const int many = n > 64;
+    int32_t *ids = PTR(int32_t, 24) + r * N;
+    float *values = PTR(float, 25) + r * N;
+    uint8_t *status = PTR(uint8_t, 27) + r;
+    const float *z;
+    float m;
+    PTR(int32_t, 26)[r] = 0;
+    *status = process_row(a, r, many, &z, &m);
+    if (*status != FINE) continue;
+    const double log_sum = row_log_sum(z, V, m);
+    if (!isfinite(log_sum)) {
+      *status = NOT_FINITE;
+      continue;
+    }
+    if (n <= 0) continue;
+    if (many) {
+      keep_best(own.z, V, m, n, 1.0);
+      int64_t have = 0;
+      for (int64_t i = 0; i < V; i++)
+        if (own.z[i] > -INFINITY) own.order[have++] = (int32_t)i;
+      qsort(own.order, have, sizeof(int32_t), by_value);
+      n = have;
+      for (int64_t i = 0; i < n; i++) {
+        ids[i] = own.order[i];
+        values[i] = own.z[ids[i]];
+      }
+    } else {
+      row_top(z, V, n, ids, values);
+      while (n > 0 && !(values[n - 1] > -INFINITY)) n--;
+    }
+    for (int64_t i = 0; i < n; i++) values[i] = (float)((double)values[i] - m - log_sum);
+    PTR(int32_t, 26)[r] = (int32_t)n;
   }
 }
 
@@ -307,14 +366,15 @@ EXPORT void oct_logprobs(const int64_t *a) {
     const int64_t target = PTR(const int32_t, 3)[r];
     int64_t n = PTR(const int32_t, 4)[r];
     int bad;
-    const float lse = row_logsumexp(x, V, row_max(x, V, &bad));
+    const float m = row_max(x, V, &bad);
+    const double log_sum = row_log_sum(x, V, m);
     const int known = target >= 0 && target < V;
-    PTR(float, 5)[r] = known ? x[target] - lse : -INFINITY;
+    PTR(float, 5)[r] = known ? (float)((double)x[target] - m - log_sum) : -INFINITY;
     PTR(int32_t, 6)[r] = known ? (int32_t)row_rank(x, V, x[target]) : 0;
     if (n > N) n = N;
     if (n <= 0) continue;
     float *values = PTR(float, 8) + r * N;
     row_top(x, V, n, PTR(int32_t, 7) + r * N, values);
-    for (int64_t i = 0; i < n; i++) values[i] -= lse;
+    for (int64_t i = 0; i < n; i++) values[i] = (float)((double)values[i] - m - log_sum);
   }
 }

@@ -6,8 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels.interface import Activation, AttentionBatch, AttentionShape, LinearWeight, Logprobs, SampleRows
-from octavo_kernels.reference.sampling import logprobs_of, sample_row
+from octavo_kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    Candidates,
+    LinearWeight,
+    Logprobs,
+    SampleRows,
+)
+from octavo_kernels.reference.sampling import candidates_of, logprobs_of, sample_row
 
 
 class ReferenceKernels:
@@ -120,12 +128,19 @@ class ReferenceKernels:
     def copy_pages(self, pages: Tensor, source: Tensor, destination: Tensor) -> None:
         pages[:, destination.long()] = pages[:, source.long()]
 
+    def move_pages(self, source_pages: Tensor, source: Tensor, destination_pages: Tensor, destination: Tensor) -> None:
+        moved = source_pages[:, source.long()]
+        destination_pages[:, destination.long()] = moved.view(*moved.shape[:2], *destination_pages.shape[2:])
+
     def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         drawn = [sample_row(logits[r].float(), rows, r) for r in range(logits.shape[0])]
         return (
             torch.tensor([token for token, _ in drawn], dtype=torch.int32),
             torch.tensor([status for _, status in drawn], dtype=torch.uint8),
         )
+
+    def candidates(self, logits: Tensor, rows: SampleRows, wanted: Tensor, width: int) -> Candidates:
+        return candidates_of(logits.float(), rows, wanted, width)
 
     def logprobs(self, logits: Tensor, target: Tensor, top_n: Tensor, width: int) -> Logprobs:
         return logprobs_of(logits.float(), target, top_n, width)

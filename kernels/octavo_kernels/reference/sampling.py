@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo_kernels.interface import Logprobs, SampleRows, SampleStatus
+from octavo_kernels.interface import Candidates, Logprobs, SampleRows, SampleStatus
 
 MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -77,19 +77,47 @@ def _filtered(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return torch.full_like(z, -math.inf).scatter(0, order, torch.where(keep, values, -math.inf))
 
 
+def _checked(logits: Tensor, rows: SampleRows, r: int) -> tuple[Tensor, SampleStatus]:
+    """Row ``r`` processed, from ``logits`` float32[V], and what became of it."""
+    if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
+        return logits, SampleStatus.NOT_FINITE
+    z = _processed(logits, rows, r)
+    return z, SampleStatus.NOTHING_LEFT if float(z.max()) == -math.inf else SampleStatus.FINE
+
+
 def sample_row(logits: Tensor, rows: SampleRows, r: int) -> tuple[int, SampleStatus]:
     """Draw the token of row ``r`` from ``logits`` float32[V]."""
-    if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
-        return -1, SampleStatus.NOT_FINITE
-    z = _processed(logits, rows, r)
-    if float(z.max()) == -math.inf:
-        return -1, SampleStatus.NOTHING_LEFT
+    z, status = _checked(logits, rows, r)
+    if status is not SampleStatus.FINE:
+        return -1, status
     temperature = float(rows.temperature[r])
     if temperature > 0:
         z = z / rows.temperature[r]
         z = _filtered(z, int(rows.top_k[r]), float(rows.top_p[r]), float(rows.min_p[r]))
         z = z + gumbel_noise(int(rows.seed[r]), int(rows.position[r]), torch.arange(z.shape[0]))
     return int(z.argmax()), SampleStatus.FINE
+
+
+def candidates_of(logits: Tensor, rows: SampleRows, wanted: Tensor, width: int) -> Candidates:
+    """See ``Kernels.candidates``."""
+    count, vocab = logits.shape
+    ids = torch.full((count, width), -1, dtype=torch.int32)
+    logprobs = torch.full((count, width), -math.inf)
+    found = torch.zeros(count, dtype=torch.int32)
+    statuses = torch.zeros(count, dtype=torch.uint8)
+    for r, most in enumerate(wanted.tolist()):
+        z, status = _checked(logits[r], rows, r)
+        if status is SampleStatus.FINE and not bool(z.logsumexp(-1).isfinite()):
+            status = SampleStatus.NOT_FINITE
+        statuses[r] = int(status)
+        if status is not SampleStatus.FINE:
+            continue
+        order = z.sort(descending=True, stable=True).indices
+        n = max(0, min(most, width, int((z > -math.inf).sum()), vocab))
+        found[r] = n
+        ids[r, :n] = order[:n].to(torch.int32)
+        logprobs[r, :n] = z.log_softmax(-1)[order[:n]]
+    return Candidates(ids, logprobs, found, statuses)
 
 
 def logprobs_of(logits: Tensor, target: Tensor, top_n: Tensor, width: int) -> Logprobs:

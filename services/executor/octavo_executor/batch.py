@@ -26,7 +26,7 @@ class Sequence:
     stop_ids: frozenset[int]
     bias_ids: npt.NDArray[np.int32]
     bias_values: npt.NDArray[np.float32]
-    # Collected until the first output carries them; None where not wanted or no longer complete.
+    # Collected until the first output carries them; None where not wanted or not complete. Forks share one list.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None)
     # Prompt tokens found in the prefix cache; 0 for a sequence resumed with outputs, whose prompt was told of before.
     cached_tokens: int = 0
@@ -60,7 +60,8 @@ class BatchState:
         self.seed = np.zeros(max_seqs, np.int64)
         self.biased = np.zeros(max_seqs, bool)
         self.logprobs = np.full(max_seqs, -1, np.int32)  # -1: none wanted
-        self.prompt_logprobs = np.full(max_seqs, -1, np.int32)
+        self.prompt_logprobs = np.full(max_seqs, -1, np.int32)  # -1: none wanted with the next output
+        self.beam_width = np.zeros(max_seqs, np.int32)  # 0: tokens are drawn
         self.sequences: list[Sequence | None] = [None] * max_seqs
 
     @property
@@ -121,6 +122,8 @@ class BatchState:
             raise PlanError(f"slot {slot} is not free")
         if not 0 < count <= self.max_model_len or new.max_total_tokens > self.max_model_len:
             raise PlanError(f"{count} tokens of at most {new.max_total_tokens} exceed {self.max_model_len}")
+        if sampling.beam_width < 0:
+            raise PlanError(f"a beam width of {sampling.beam_width}")
         if not 0 <= new.num_computed < count or not 0 < new.output_start <= count:
             raise PlanError(
                 f"{new.num_computed} computed and {new.output_start} prompt tokens of {count} make no sense"
@@ -142,9 +145,10 @@ class BatchState:
         self.seed[slot] = np.uint64(new.seed & ((1 << 64) - 1)).astype(np.int64)
         self.biased[slot] = bool(sampling.logit_bias)
         self.logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        # They come with the first output, from one pass over the whole prompt.
-        fresh = sampling.prompt_logprobs is not None and count == new.output_start and new.num_computed == 0
-        self.prompt_logprobs[slot] = (sampling.prompt_logprobs or 0) if fresh else -1
+        # They come with the first output, from one pass over the whole prompt: its own or that of the row it is forked from.
+        owed = sampling.prompt_logprobs is not None and count == new.output_start
+        self.prompt_logprobs[slot] = (sampling.prompt_logprobs or 0) if owed else -1
+        self.beam_width[slot] = sampling.beam_width
         own = frozenset() if sampling.ignore_eos else self._eos
         self.sequences[slot] = Sequence(
             new.request_id,
@@ -153,10 +157,31 @@ class BatchState:
             own | frozenset(sampling.stop_token_ids),
             np.array([token for token, _ in sampling.logit_bias], np.int32),
             np.array([value for _, value in sampling.logit_bias], np.float32),
-            [] if fresh else None,
+            [] if owed and new.num_computed == 0 else None,
             new.num_computed if count == new.output_start else 0,
         )
         self.live[slot], self.ended[slot] = True, False
+
+    def fork(self, slot: int, leader: int) -> None:
+        """``slot`` is to draw from the row ``leader`` has just computed: from here on it stands where that one stands.
+
+        Raises:
+            PlanError: it has not the tokens and pages that ``leader`` has computed.
+        """
+        computed = int(self.num_computed[leader])
+        blocks = -(-computed // self.block_size)
+        if not (
+            self.num_tokens[slot] == computed
+            and self.table_len[slot] >= blocks
+            and np.array_equal(self.tokens[slot, :computed], self.tokens[leader, :computed])
+            and np.array_equal(self.tables[slot, :blocks], self.tables[leader, :blocks])
+        ):
+            raise PlanError(f"slot {slot} has not the tokens and pages of slot {leader}, from whose row it is sampled")
+        self.num_computed[slot] = computed
+        child, parent = self.sequence(slot), self.sequence(leader)
+        child.cached_tokens = parent.cached_tokens
+        alike = self.prompt_logprobs[slot] == self.prompt_logprobs[leader]
+        child.prompt_logprobs = parent.prompt_logprobs if alike else None
 
     def append(self, slot: int, token: int) -> None:
         """A sampled token joins its sequence."""
@@ -164,7 +189,8 @@ class BatchState:
         self.num_tokens[slot] += 1
 
     def check_integrity(self) -> None:
-        """Raises AssertionError: lengths, tables and pages of a live slot contradict each other."""
+        """Raises AssertionError: lengths, tables and pages of a live slot contradict each other, or those of two."""
+        holders: dict[int, tuple[int, int]] = {}
         for slot in np.flatnonzero(self.live).tolist():
             computed, tokens, blocks = (int(x[slot]) for x in (self.num_computed, self.num_tokens, self.table_len))
             assert 0 <= computed <= tokens <= self.max_model_len, f"slot {slot}: {computed} of {tokens} computed"
@@ -174,3 +200,10 @@ class BatchState:
             assert len(set(used.tolist())) == blocks, f"slot {slot}: a page occurs twice in its block table"
             assert blocks == 0 or (used.min() >= 0 and used.max() < self.num_blocks), f"slot {slot}: no such page"
             assert self.sequences[slot] is not None, f"slot {slot}: no sequence"
+            for index, page in enumerate(used.tolist()):
+                other, at = holders.setdefault(page, (slot, index))
+                # Slots share a page only for what it holds: the same tokens at the same place, after the same tokens.
+                assert at == index, f"page {page} is block {at} of slot {other} and block {index} of slot {slot}"
+                both = min(computed, int(self.num_computed[other]), (index + 1) * self.block_size)
+                same = np.array_equal(self.tokens[slot, :both], self.tokens[other, :both])
+                assert same, f"slots {other} and {slot} share page {page} and differ in what it holds"

@@ -65,6 +65,24 @@ def plan_num_blocks(request: PoolRequest) -> int:
     return blocks
 
 
+def plan_num_host_blocks(gib: float, block_bytes: int, available_bytes: int) -> int:
+    """Number of host pages that ``gib`` GiB hold; 0 for 0.
+
+    Raises:
+        SettingError: that is less than a page, or more than the ``available_bytes`` of memory.
+    """
+    if not gib:
+        return 0
+    bytes_ = int(gib * 2**30)
+    if bytes_ < block_bytes:
+        raise SettingError(f"--kv-offloading-size {gib:g} holds no block: one takes {block_bytes / 2**30:.6f} GiB")
+    if bytes_ > available_bytes:
+        raise SettingError(
+            f"--kv-offloading-size {gib:g}: that is more than the {available_bytes / 2**30:.1f} GiB of memory that are free"
+        )
+    return bytes_ // block_bytes
+
+
 class KvCache:
     """Owns the pages: ``k`` [layers, blocks, Hk, D, B] and ``v`` [layers, blocks, Hk, B, D] (B tokens per page).
 

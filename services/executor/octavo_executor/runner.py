@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from octavo_executor.batch import BatchState, PlanError
+from octavo_executor.host_pages import HostPages, PageMover
 from octavo_executor.kv_cache import KvCache
 from octavo_executor.model import Transformer
 from octavo_executor.sampler import Sampler
 from octavo_kernels import Kernels, SampleStatus
-from octavo_shared.plan import OutputRow, StepOutput, StepPlan, StepResult, StepTimings
+from octavo_shared.plan import NO_FLOATS, OutputRow, StepOutput, StepPlan, StepResult, StepTimings
 from octavo_shared.records import EndReason, Problem, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
@@ -37,13 +38,45 @@ class Rows:
     query_start: Ints  # [rows + 1]
 
 
+@dataclass(slots=True)
+class Drawn:
+    """What the samples of a plan came to, [samples] each: ``token`` is what was drawn where ``counts`` is 1."""
+
+    counts: Ints
+    ends: npt.NDArray[np.uint8]
+    token: Ints
+    written: list[OutputRow] = field(default_factory=list)
+    # Of beams, by sample: token ids and log-probabilities.
+    candidates: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = field(default_factory=dict)
+
+    def tokens(self) -> Ints:
+        """All samples' tokens, int32[sum(counts)]."""
+        if not self.candidates:
+            return self.token[self.counts > 0]
+        some = np.flatnonzero(self.counts).tolist()
+        return np.concatenate([self.candidates[i][0] if i in self.candidates else self.token[i : i + 1] for i in some])
+
+    def scores(self) -> npt.NDArray[np.float32]:
+        """All candidates' log-probabilities, in the order of ``tokens``."""
+        return np.concatenate([NO_FLOATS, *(self.candidates[i][1] for i in sorted(self.candidates))])
+
+
 class Runner:
     """Owns the batch state and drives the transformer. Not thread-safe: plans run strictly in order (rule R1)."""
 
     def __init__(
-        self, model: Transformer, kernels: Kernels, cache: KvCache, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: Transformer,
+        kernels: Kernels,
+        cache: KvCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        host: HostPages | None = None,
     ) -> None:
-        self._model, self._cache, self._kernels = model, cache, kernels
+        """Without ``host`` there is no host tier."""
+        self._model, self._cache = model, cache
+        self._moves = PageMover(cache, host or HostPages(cache, kernels, 0), kernels)
         self.state = BatchState(
             max_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -71,39 +104,39 @@ class Runner:
     def _execute(self, plan: StepPlan) -> StepOutput:
         begun = time.perf_counter()
         self._logits_s = 0.0
-        if len(plan.copy_out) or len(plan.restores) or len(plan.row_drafts):
-            raise PlanError("this executor has neither host pages nor speculation")
-        self._check_copies(plan)
+        if len(plan.row_drafts):
+            raise PlanError("this executor has no speculation")
+        self._moves.check(plan)
         self.state.apply(plan)
         rows = self._rows(plan)
         self._fill_inputs(rows)
+        self._moves.carry_out(plan)
         prepared = time.perf_counter()
-        if len(plan.copies):
-            pages = (np.ascontiguousarray(x, np.int32) for x in (plan.copies.source, plan.copies.destination))
-            self._cache.copy_pages(self._kernels, *(torch.from_numpy(x.copy()) for x in pages))
         num_tokens = int(rows.query_start[-1])
         if num_tokens:
             self._model.forward(num_tokens)
         self.state.num_computed[rows.slots] = rows.starts + rows.counts
         computed = time.perf_counter()
         self._collect_prompt_logprobs(rows)
-        output = self._sample(plan, rows)
+        drawn = self._sample(plan, rows)
         done = time.perf_counter()
         timings = StepTimings(
             prepare_s=prepared - begun,
             forward_s=computed - prepared + self._logits_s,
             sample_s=done - computed - self._logits_s,
+            restore_s=self._moves.finish(),
         )
-        counts, tokens, ends, written = output
-        result = StepResult(plan.term, plan.epoch, plan.step, counts, tokens, ends, timings=timings)
-        return StepOutput(result, tuple(written))
-
-    def _check_copies(self, plan: StepPlan) -> None:
-        source, destination = plan.copies.source.tolist(), plan.copies.destination.tolist()
-        if not all(0 <= page < self._cache.num_blocks for page in (*source, *destination)):
-            raise PlanError(f"a page to copy is not below {self._cache.num_blocks}")
-        if len(set(destination)) != len(destination) or set(destination) & set(source):
-            raise PlanError("a page is a copy's destination twice, or source and destination")
+        result = StepResult(
+            plan.term,
+            plan.epoch,
+            plan.step,
+            drawn.counts,
+            drawn.tokens(),
+            drawn.ends,
+            timings=timings,
+            scores=drawn.scores() if drawn.candidates else NO_FLOATS,
+        )
+        return StepOutput(result, tuple(drawn.written))
 
     def _rows(self, plan: StepPlan) -> Rows:
         """The rows that compute.
@@ -115,20 +148,20 @@ class Runner:
         slots = plan.row_slots
         if not len(slots) == len(plan.row_starts) == len(plan.row_tokens) == len(plan.row_samples):
             raise PlanError("the row arrays differ in length")
-        if len(plan.sample_slots) != int(plan.row_samples.sum()):
+        if (plan.row_samples < 0).any() or len(plan.sample_slots) != int(plan.row_samples.sum()):
             raise PlanError(f"{len(plan.sample_slots)} sample slots for {int(plan.row_samples.sum())} samples")
         for named in (slots, plan.sample_slots):
             if len(named) and not (named.min() >= 0 and named.max() < state.num_slots and state.live[named].all()):
                 raise PlanError("a row or sample names a slot without a sequence")
-        if len(np.unique(slots)) != len(slots):
-            raise PlanError("a slot has two rows")
+            if len(np.unique(named)) != len(named):
+                raise PlanError("a slot has two rows or two samples")
         index = np.flatnonzero(~state.ended[slots])
         slots, starts, counts = slots[index], plan.row_starts[index], plan.row_tokens[index]
-        ends = starts + counts
         sampled = plan.row_samples[index] > 0
-        wrong = (starts != state.num_computed[slots]) | (counts < 1) | (ends > state.num_tokens[slots])
-        wrong |= sampled & (ends != state.num_tokens[slots])
-        wrong |= ends > state.table_len[slots] * state.block_size
+        computed, tokens = state.num_computed[slots], state.num_tokens[slots]
+        wrong = (starts != computed) | (counts < 1) | (counts > tokens - computed)
+        wrong |= sampled & ((counts != tokens - computed) | (tokens >= state.max_model_len))
+        wrong |= computed + counts > state.table_len[slots] * state.block_size
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             slot = int(slots[at])
@@ -185,16 +218,15 @@ class Runner:
                 assert kept is not None
                 kept.extend(self._sampler.logprobs(self._logits(np.arange(first, first + n)), target, wanted))
 
-    def _sample(self, plan: StepPlan, rows: Rows) -> tuple[Ints, Ints, npt.NDArray[np.uint8], list[OutputRow]]:
-        """Draw all samples; per sample of the plan tokens accepted and end, then the tokens, then the log's rows."""
+    def _sample(self, plan: StepPlan, rows: Rows) -> Drawn:
+        """Draw all samples, and the candidates of beams."""
         state, total = self.state, len(plan.sample_slots)
-        counts, ends = np.zeros(total, np.int32), np.zeros(total, np.uint8)
-        tokens, written = np.zeros(total, np.int32), []
+        drawn = Drawn(np.zeros(total, np.int32), np.zeros(total, np.uint8), np.zeros(total, np.int32))
         first_sample = np.cumsum(plan.row_samples) - plan.row_samples
-        drawn = plan.row_samples[rows.index]
+        samples = plan.row_samples[rows.index]
         # One entry per sample: its place in the plan, its row of hidden states.
-        row_of = np.repeat(np.arange(len(rows.slots)), drawn)
-        within = np.arange(len(row_of)) - np.repeat(np.cumsum(drawn) - drawn, drawn)
+        row_of = np.repeat(np.arange(len(rows.slots)), samples)
+        within = np.arange(len(row_of)) - np.repeat(np.cumsum(samples) - samples, samples)
         sample = (first_sample[rows.index][row_of] + within).astype(np.intp)
         alive = ~state.ended[plan.sample_slots[sample]]
         sample, row_of = sample[alive], row_of[alive]
@@ -203,24 +235,48 @@ class Runner:
         for at in range(0, len(sample), self._model.max_logits):
             part = slice(at, at + self._model.max_logits)
             slots = plan.sample_slots[sample[part]]
-            token, status, logprobs = self._sampler.draw(self._logits(hidden[part]), slots)
-            for j, (where, slot) in enumerate(zip(sample[part].tolist(), slots.tolist(), strict=True)):
-                row = self._finish(slot, token[j], SampleStatus(status[j]), logprobs[j])
-                written.append(row)
-                ends[where] = row.end
-                if row.tokens:
-                    counts[where], tokens[where] = 1, row.tokens[0]
-        return counts, tokens[counts > 0], ends, written
+            logits = self._logits(hidden[part])
+            beams = state.beam_width[slots] > 0
+            if not beams.any():
+                self._draw(drawn, sample[part], slots, logits)
+                continue
+            for draw, chosen in ((self._draw, np.flatnonzero(~beams)), (self._draw_candidates, np.flatnonzero(beams))):
+                if len(chosen):
+                    own = logits if len(chosen) == len(slots) else logits[torch.from_numpy(chosen)]
+                    draw(drawn, sample[part][chosen], slots[chosen], own)
+        return drawn
+
+    def _draw(self, drawn: Drawn, sample: npt.NDArray[np.intp], slots: Ints, logits: Tensor) -> None:
+        """One token for each of ``slots`` [R], samples ``sample`` [R] of the plan, from ``logits`` [R, V]."""
+        token, status, logprobs = self._sampler.draw(logits, slots)
+        for j, (where, slot) in enumerate(zip(sample.tolist(), slots.tolist(), strict=True)):
+            row = self._finish(slot, token[j], SampleStatus(status[j]), logprobs[j])
+            drawn.written.append(row)
+            drawn.ends[where] = row.end
+            if row.tokens:
+                drawn.counts[where], drawn.token[where] = 1, row.tokens[0]
+
+    def _draw_candidates(self, drawn: Drawn, sample: npt.NDArray[np.intp], slots: Ints, logits: Tensor) -> None:
+        """The likeliest tokens of beams; a beam whose row cannot be used has none and ends."""
+        candidates = self._sampler.candidates(logits, slots)
+        for where, slot, found in zip(sample.tolist(), slots.tolist(), candidates, strict=True):
+            if found is None:
+                self.state.ended[slot] = True
+                drawn.ends[where] = int(EndReason.ERROR)
+            else:
+                drawn.counts[where] = len(found[0])
+                drawn.candidates[where] = found
 
     def _fork(self, slots: Ints, rows: Rows, row_of: npt.NDArray[np.intp]) -> None:
         """A sample for a slot other than its row's (rule R5): that slot shares what the row has computed."""
-        computed = (rows.starts + rows.counts)[row_of]
-        other = slots != rows.slots[row_of]
-        if not other.any():
+        leaders = rows.slots[row_of]
+        children = slots != leaders
+        if not children.any():
             return
-        if (self.state.num_tokens[slots[other]] != computed[other]).any():
-            raise PlanError("a forked sequence has not the tokens of the row it is sampled from")
-        self.state.num_computed[slots[other]] = computed[other]
+        if np.isin(slots[children], rows.slots).any():
+            raise PlanError("a slot is sampled from the row of another one and has a row itself")
+        for slot, leader in zip(slots[children].tolist(), leaders[children].tolist(), strict=True):
+            self.state.fork(slot, leader)
 
     def _finish(self, slot: int, token: int, status: SampleStatus, logprobs: TokenLogprobs | None) -> OutputRow:
         """Append a drawn token, decide whether the sequence ends, and say so."""

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from octavo_executor.batch import BatchState
-from octavo_kernels import Kernels, SampleRows
+from octavo_kernels import Kernels, SampleRows, SampleStatus
 from octavo_shared.records import TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 
 class Sampler:
@@ -36,6 +37,19 @@ class Sampler:
             for i, value in zip(at.tolist(), self.logprobs(chosen, drawn.numpy()[at], wanted[at]), strict=True):
                 logprobs[i] = value
         return token, status.tolist(), logprobs
+
+    def candidates(self, logits: Tensor, slots: Ints) -> list[tuple[Ints, Floats] | None]:
+        """Per row of ``logits`` [R, V], each a beam in ``slots`` [R], the likeliest next tokens: ids and log-probabilities.
+
+        Twice as many as the beam is wide, or as many as have a probability above zero; None where the row cannot be used.
+        """
+        wanted = np.minimum(2 * self._state.beam_width[slots].astype(np.int64), logits.shape[1]).astype(np.int32)
+        scored = self._kernels.candidates(logits, self._rows(slots), torch.from_numpy(wanted), int(wanted.max()))
+        ids, logprobs = scored.ids.numpy(), scored.logprobs.numpy()
+        return [
+            (ids[r, :n], logprobs[r, :n]) if status == SampleStatus.FINE else None
+            for r, (n, status) in enumerate(zip(scored.found.tolist(), scored.status.tolist(), strict=True))
+        ]
 
     def logprobs(self, logits: Tensor, target: Ints, wanted: Ints) -> list[TokenLogprobs]:
         """Of ``target`` int32[R] under ``logits`` [R, V], with the ``wanted`` int32[R] likeliest alternatives."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, plan_num_blocks
+from octavo_executor.host_pages import HostPages
+from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, plan_num_blocks, plan_num_host_blocks
 from octavo_executor.logged import LoggedMark
 from octavo_executor.model import Transformer
 from octavo_executor.outbox import Outbox
@@ -65,9 +66,12 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
     page_bytes = block_bytes(spec, block_size, dtypes.kv)
     max_model_len = _max_model_len(settings, spec)
     weights = load_weights(folder, spec, kernels, dtypes, _Progress())
-    num_blocks, max_model_len = _pool(settings, page_bytes, block_size, max_model_len, max_num_seqs)
+    host_blocks = plan_num_host_blocks(settings.kv_offloading_size, page_bytes, psutil.virtual_memory().available)
+    host_bytes = host_blocks * page_bytes
+    num_blocks, max_model_len = _pool(settings, page_bytes, host_bytes, block_size, max_model_len, max_num_seqs)
     _check_memory(
         num_blocks * page_bytes,
+        host_bytes,
         max_tokens * _step_widths(spec) * dtypes.activations.itemsize,
         max_num_seqs * -(-max_model_len // block_size) * 4,
     )
@@ -83,13 +87,15 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
         max_seqs=max_num_seqs,
         max_logits=min(max_num_seqs, MAX_LOGITS),
     )
-    runner = Runner(transformer, kernels, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    host = HostPages(cache, kernels, host_blocks)
+    runner = Runner(transformer, kernels, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs, host=host)
     info = ExecutorInfo(
         name=settings.executor_name,
         incarnation=incarnation,
         model=settings.model_name,
         fingerprint=model_fingerprint(folder, str(dtypes.kv)),
         num_device_blocks=num_blocks,
+        num_host_blocks=host_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -112,7 +118,7 @@ def _max_model_len(settings: ExecutorSettings, spec: ModelSpec) -> int:
 
 
 def _pool(
-    settings: ExecutorSettings, page_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int
+    settings: ExecutorSettings, page_bytes: int, host_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int
 ) -> tuple[int, int]:
     """(number of blocks, model length). A length nobody asked for shrinks to what the pool holds."""
 
@@ -123,7 +129,7 @@ def _pool(
                 block_size=block_size,
                 max_model_len=length,
                 max_num_seqs=max_num_seqs,
-                available_bytes=psutil.virtual_memory().available,
+                available_bytes=max(psutil.virtual_memory().available - host_bytes, 0),
                 num_blocks=settings.num_gpu_blocks_override,
                 memory_bytes=settings.kv_cache_memory_bytes,
             )
@@ -148,7 +154,7 @@ def _step_widths(spec: ModelSpec) -> int:
     return 3 * spec.hidden_size + heads * spec.head_dim + 3 * spec.intermediate_size
 
 
-def _check_memory(pool_bytes: int, step_bytes: int, tables_bytes: int) -> None:
+def _check_memory(pool_bytes: int, host_bytes: int, step_bytes: int, tables_bytes: int) -> None:
     """Refuse sizes for which the system would end this process, or others, half-way.
 
     Raises:
@@ -159,6 +165,11 @@ def _check_memory(pool_bytes: int, step_bytes: int, tables_bytes: int) -> None:
         raise SettingError(
             f"--num-gpu-blocks-override or --kv-cache-memory-bytes: a KV cache of {pool_bytes / 2**30:.1f} GiB is more than "
             f"this machine's {memory.total / 2**30:.1f} GiB of memory"
+        )
+    if pool_bytes + host_bytes > memory.total:
+        raise SettingError(
+            f"--kv-offloading-size: a host tier of {host_bytes / 2**30:.1f} GiB beside a KV cache of {pool_bytes / 2**30:.1f} GiB "
+            f"is more than this machine's {memory.total / 2**30:.1f} GiB of memory"
         )
     if step_bytes + tables_bytes > memory.available:
         raise SettingError(
@@ -191,11 +202,13 @@ def run(settings: ExecutorSettings) -> int:
         return 2
     info = model.info
     logger.info(
-        "%s ready: %d blocks of %d tokens (%.2f GiB), model length %d",
+        "%s ready: %d blocks of %d tokens (%.2f GiB), %d more on the host (%.2f GiB), model length %d",
         info.model,
         info.num_device_blocks,
         info.block_size,
         info.num_device_blocks * info.block_bytes / 2**30,
+        info.num_host_blocks,
+        info.num_host_blocks * info.block_bytes / 2**30,
         info.max_model_len,
     )
     session = Session(settings.scheduler_address, info)

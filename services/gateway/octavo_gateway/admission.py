@@ -14,8 +14,10 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from octavo_gateway.errors import bad_request, context_overflow, unavailable
+from octavo_gateway.keys import ANONYMOUS
 from octavo_gateway.limits import LimitsWatch
 from octavo_gateway.log_reader import LogReader
+from octavo_gateway.pressure import Pressure
 from octavo_gateway.sampling import Draft
 from octavo_gateway.watcher import Watcher
 from octavo_shared.records import ModelLimits, RequestRecord, SamplingParams
@@ -31,29 +33,36 @@ class Order:
     """What is asked for, apart from the prompts."""
 
     draft: Draft
+    tenant: str = ANONYMOUS
     priority: int = 0
     cache_salt: str = ""
     include_stop_str_in_output: bool = False
     traceparent: str = ""
     tracestate: str = ""
     presentation: bytes = b""
+    # Unix microseconds; 0 = none.
+    deadline_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Admitted requests, one per prompt, and the watcher of their log."""
+    """Admitted requests, one per prompt, the watcher of their log, and their ticket among what is queued."""
 
     records: tuple[RequestRecord, ...]
     watcher: Watcher
+    ticket: int
 
 
 class Admission:
     """Decides what is let in and appends it."""
 
-    def __init__(self, streams: Streams, limits: LimitsWatch, reader: LogReader, seed: int | None) -> None:
+    def __init__(
+        self, streams: Streams, limits: LimitsWatch, reader: LogReader, pressure: Pressure, seed: int | None
+    ) -> None:
         self._streams = streams
         self._limits = limits
         self._reader = reader
+        self._pressure = pressure
         self._seed = seed
         self._minted = 0
 
@@ -65,6 +74,7 @@ class Admission:
         """
         limits = self._limits.require()
         _check_ids(draft, limits.vocab_size)
+        _check_beams(draft, limits.max_num_seqs)
         return [self._fit(prompt, draft, limits) for prompt in prompts]
 
     def _fit(self, prompt: Sequence[int], draft: Draft, limits: ModelLimits) -> SamplingParams:
@@ -99,9 +109,10 @@ class Admission:
         """Append one request per prompt. When one append fails, those before it are aborted.
 
         Raises:
-            ApiError: 503 when Redis does not take them.
+            ApiError: 429 when they would wait for too long, 503 when Redis does not take them.
         """
         draft = order.draft
+        ticket = await self._pressure.take_on(prompts, samplings, draft.n)
         watcher = self._reader.watch(len(prompts), draft.n)
         arrival_us = time.time_ns() // 1000
         records = tuple(
@@ -112,7 +123,9 @@ class Admission:
                 sampling=replace(sampling, seed=self._mint_seed() if draft.seed is None else draft.seed),
                 n=draft.n,
                 priority=order.priority,
+                tenant=order.tenant,
                 cache_salt=order.cache_salt,
+                deadline_us=order.deadline_us,
                 traceparent=order.traceparent,
                 tracestate=order.tracestate,
                 stop=draft.stop,
@@ -128,13 +141,15 @@ class Admission:
         except (RedisError, OSError, TimeoutError) as error:
             # Whether the append happened is not known: the abort undoes it if it did.
             self._reader.part(watcher, abort="not_admitted")
+            self._pressure.give_back(ticket)
             logger.warning("a request could not be appended: %r", error)
             raise unavailable("The request could not be queued: Redis cannot be reached.") from error
         except BaseException:
             self._reader.part(watcher, abort="disconnect")
+            self._pressure.give_back(ticket)
             raise
         watcher.admitted = True
-        return Submission(records, watcher)
+        return Submission(records, watcher, ticket)
 
     def _mint_seed(self) -> int:
         if self._seed is None:
@@ -150,6 +165,13 @@ def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
     for bad in (min(prompt), max(prompt)):
         if not 0 <= bad < vocab_size:
             raise bad_request(f"Token id {bad} is out of vocabulary", "prompt")
+
+
+def _check_beams(draft: Draft, max_num_seqs: int) -> None:
+    width = draft.params.beam_width
+    if 0 < max_num_seqs < width:
+        message = f"A beam search of width {width} needs more sequences at once than the server runs ({max_num_seqs})."
+        raise bad_request(message, "best_of")
 
 
 def _check_ids(draft: Draft, vocab_size: int) -> None:

@@ -14,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 from octavo_gateway.admission import Submission
 from octavo_gateway.choice_view import ChoiceView, Delta
 from octavo_gateway.errors import ApiError, error_body
+from octavo_gateway.ranking import best_slots
 from octavo_gateway.render_chat import ChatRenderer
 from octavo_gateway.render_completion import CompletionRenderer
 from octavo_gateway.rendering import DONE, Renderer, Usage, error_events, shown_tokens, usage_of
 from octavo_gateway.slot import Presentation, Slot
 from octavo_gateway.tracing import describe_answer
 from octavo_shared.fold import ChoiceFold
-from octavo_shared.records import AbortRecord, Problem
+from octavo_shared.records import AbortRecord, Problem, RequestRecord
 
 if TYPE_CHECKING:
     from octavo_gateway.gateway import Gateway
@@ -55,6 +56,7 @@ class Answer(Response):
         self._metrics = gateway.metrics
         self._watcher = submission.watcher
         self._records = submission.records
+        self._ticket = submission.ticket
         self._presentation = presentation
         self._arrival_s = arrival_s
         self._first_event_s = 0.0
@@ -121,7 +123,10 @@ class Answer(Response):
                 slot.parts.append(delta.text)
             if self._failure is not None:
                 raise ApiError(self._failure)
-        body = self._renderer.whole(list(self._slots.values()), self._usage())
+        slots = list(self._slots.values())
+        if self._presentation.returned:
+            slots = best_slots(slots, self._presentation.returned)
+        body = self._renderer.whole(slots, self._usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -209,7 +214,7 @@ class Answer(Response):
             self._gateway.reader.abort(AbortRecord(record.id, slot.choice, reason="stop_string"))
         self._open_by_serial[record.id.serial] -= 1
         if not self._open_by_serial[record.id.serial]:
-            self._metrics.request_ended(record, self._views(record.id.serial))
+            self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         if slot.view.problem is not None:
             self._failure = slot.view.problem
 
@@ -222,12 +227,16 @@ class Answer(Response):
                     self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
             for record in self._records:
                 if self._open_by_serial[record.id.serial]:
-                    self._metrics.request_ended(record, self._views(record.id.serial))
+                    self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         self._gateway.reader.part(self._watcher, abort=reason if self._open else "")
+        self._gateway.pressure.give_back(self._ticket)
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:
             describe_answer(self._span, self._description())
+
+    def _returned(self, record: RequestRecord) -> int:
+        return self._presentation.returned or record.n
 
     def _views(self, serial: int) -> list[ChoiceView]:
         return [slot.view for (own, _), slot in self._slots.items() if own == serial]
@@ -246,7 +255,7 @@ class Answer(Response):
             "kind": self._presentation.kind,
             "model": self._presentation.model,
             "sampling": self._records[0].sampling,
-            "n": self._records[0].n,
+            "n": self._returned(self._records[0]),
             "usage": self._usage(),
             "finish_reasons": [slot.view.finish_reason or "abort" for slot in slots],
             "first_token_s": max(0.0, self._first_event_s - self._arrival_s) if self._first_event_s else None,

@@ -35,6 +35,28 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(Problem(f"The model `{name}` does not exist.", 404, "NotFoundError", "model_not_found", "model"))
 
 
+def unauthorized() -> ApiError:
+    """401 for a request without one of the keys."""
+    problem = Problem("Unauthorized", 401, "AuthenticationError", "invalid_api_key")
+    return ApiError(problem, {"WWW-Authenticate": "Bearer"})
+
+
+def forbidden(message: str) -> ApiError:
+    """403 for someone who may not do this."""
+    return ApiError(Problem(message, 403, "PermissionDeniedError", "insufficient_permissions"))
+
+
+def overloaded(message: str, retry_after_s: int) -> ApiError:
+    """429 for a request that would wait for too long."""
+    problem = Problem(message, 429, "RateLimitError", "rate_limit_exceeded")
+    return ApiError(problem, {"Retry-After": str(retry_after_s)})
+
+
+def no_answer(message: str) -> ApiError:
+    """504 when another service does not answer in time."""
+    return ApiError(Problem(message, 504, "GatewayTimeoutError", "timeout"))
+
+
 def unavailable(reason: str, retry_after_s: int = 1) -> ApiError:
     """503 for now, with a hint when to come back."""
     problem = Problem(reason, 503, "ServiceUnavailableError", "service_unavailable")

@@ -7,11 +7,14 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from octavo_gateway.admission import Admission
+from octavo_gateway.keys import KeyRing
 from octavo_gateway.limits import LimitsWatch
 from octavo_gateway.log_reader import LogReader
 from octavo_gateway.metrics import GatewayMetrics
 from octavo_gateway.model_assets import ModelAssets
+from octavo_gateway.pressure import Pressure
 from octavo_gateway.tracing import GatewayTracing
+from octavo_shared.control import ControlChannel
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.streams import Streams
 
@@ -31,18 +34,23 @@ class Gateway:
         self.assets = assets
         self.model_name = settings.model_name
         self.model_names = frozenset(settings.served_model_name or [settings.model_name])
+        self.keys = KeyRing(settings.api_key, settings.admin_api_key)
         self.metrics = GatewayMetrics(self.model_name, LONGEST_TOKENS_BUCKET)
         # Parsing, templates and tokenising of anything that is not tiny happen here, never on the event loop.
         self.workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="prepare")
         self.streams = Streams.connect(settings.redis_url, self.model_name)
         self.limits = LimitsWatch(self.streams)
         self.reader = LogReader(self.streams, settings.gateway_lease_s)
-        self.admission = Admission(self.streams, self.limits, self.reader, settings.seed)
+        self.pressure = Pressure(self.limits, self.metrics.refused)
+        self.admission = Admission(self.streams, self.limits, self.reader, self.pressure, settings.seed)
+        self.control = ControlChannel(self.streams)
         self.tracing = GatewayTracing(settings.otlp_traces_endpoint, self.reader.incarnation)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the background tasks. Redis need not be there yet."""
+        for number, tenant in enumerate(self.keys.tenants, 1):
+            logger.info("key %d is tenant %s", number, tenant)
         await self.limits.refresh()
         for name, work in (
             ("limits", self.limits.run()),

@@ -49,18 +49,21 @@ class LimitsWatch:
         """The newest limits, fresh or not."""
         return self._limits
 
-    def why_not_ready(self) -> str:
-        """Empty when requests can be served now, else the reason why not."""
+    def why_no_scheduler(self) -> str:
+        """Empty when a scheduler is at work, else why that is not known."""
         if self._failure:
             return self._failure
         if self._limits is None:
             return "No scheduler has reported yet."
         age_s = time.time() - self._limits.written_s
-        if age_s >= FRESH_S:
-            return f"The scheduler has been silent for {age_s:.0f} s."
-        if not self._limits.ready:
-            return self._limits.reason or "No executor is ready."
-        return ""
+        return f"The scheduler has been silent for {age_s:.0f} s." if age_s >= FRESH_S else ""
+
+    def why_not_ready(self) -> str:
+        """Empty when requests can be served now, else the reason why not."""
+        if reason := self.why_no_scheduler():
+            return reason
+        assert self._limits is not None
+        return "" if self._limits.ready else self._limits.reason or "No executor is ready."
 
     def require(self) -> ModelLimits:
         """The limits to admit under.

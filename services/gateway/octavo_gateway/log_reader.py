@@ -144,9 +144,10 @@ class LogReader:
             if watcher is None and serial not in self._parted:
                 # Of a request that has been acknowledged and forgotten.
                 continue
-            choice = fold.apply(event)
-            if choice is not None and watcher is not None:
-                watcher.changed(serial, event.choice, choice)
+            changed = fold.apply(event)
+            if changed and watcher is not None:
+                for index, choice in changed:
+                    watcher.changed(serial, index, choice)
         if page.malformed:
             self.malformed_entries += page.malformed
             logger.error("%d entries of the log could not be read", page.malformed)
@@ -195,13 +196,13 @@ class LogReader:
                     logger.error("request %s has no end in the log and never will", RequestId(self.incarnation, serial))
                     last = Attempt(choice.attempt.term + 1, 0)
                     lost = FenceEvent(serial, index, last, EndReason.ERROR, Problem("The request was lost."))
-                    if (failed := self._fold.apply(lost)) is not None:
-                        watcher.changed(serial, index, failed)
+                    for ended, failed in self._fold.apply(lost):
+                        watcher.changed(serial, ended, failed)
 
     async def trim(self) -> bool:
         """Put a snapshot of what may still be needed in place of the log so far; False when it has grown meanwhile."""
         await self._forget_acknowledged()
-        states = [choice.snapshot(serial, index) for (serial, index), choice in self._fold.choices.items()]
+        states = list(self._fold.snapshots())
         snapshot = encode_snapshot(states) if states else b""
         trimmed = await self._streams.trim_log(self.incarnation, self._after, snapshot)
         if trimmed:

@@ -63,6 +63,10 @@ class GatewayMetrics:
         )
         self._params_n = self._histogram("request_params_n", "n of requests.", N_BUCKETS)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests.", lengths)
+        self.refused = Counter(
+            "octavo:requests_refused", "Requests answered with 429 because too much work is queued.",
+            ["model_name", "engine"], registry=self.registry,
+        ).labels(*self._labels)  # fmt: skip
         self._http = Counter(
             "http_requests", "HTTP requests by route, method and class of status.", ["handler", "method", "status"],
             registry=self.registry,
@@ -104,10 +108,10 @@ class GatewayMetrics:
         if view.tokens > 1:
             self._per_token.observe((view.last_token_s - view.first_token_s) / (view.tokens - 1))
 
-    def request_ended(self, record: RequestRecord, views: Iterable[ChoiceView]) -> None:
-        """Every choice of a request has ended."""
+    def request_ended(self, record: RequestRecord, views: Iterable[ChoiceView], returned: int) -> None:
+        """Every choice of a request has ended; ``returned`` of them were asked for."""
         self._request_prompt.observe(len(record.prompt))
-        self._params_n.observe(record.n)
+        self._params_n.observe(returned)
         self._params_max_tokens.observe(record.sampling.max_tokens)
         self._max_generation.observe(max(view.tokens for view in views))
 

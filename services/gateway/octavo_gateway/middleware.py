@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import uuid
 
 from opentelemetry.trace import Status, StatusCode
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo_gateway.errors import ApiError, render_error
+from octavo_gateway.errors import ApiError, render_error, unauthorized
 from octavo_gateway.gateway import Gateway
+from octavo_gateway.keys import header_of
 from octavo_shared.records import Problem
 
 GUARDED = ("/v1/", "/v2/", "/inference/", "/cohere/")
@@ -42,7 +42,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         status = 0
-        label = _header(scope, b"x-request-id")[:MAX_REQUEST_ID_BYTES] or uuid.uuid4().hex.encode()
+        label = header_of(scope, b"x-request-id")[:MAX_REQUEST_ID_BYTES] or uuid.uuid4().hex.encode()
         echoes = self._gateway.settings.enable_request_id_headers
 
         async def send_with_id(message: Message) -> None:
@@ -58,8 +58,8 @@ class RequestMiddleware:
             span = scope["octavo.span"] = self._gateway.tracing.server_span(
                 scope["method"],
                 scope["path"],
-                _header(scope, b"traceparent").decode("latin-1"),
-                _header(scope, b"tracestate").decode("latin-1"),
+                header_of(scope, b"traceparent").decode("latin-1"),
+                header_of(scope, b"tracestate").decode("latin-1"),
             )
         try:
             await self._app(scope, receive, send_with_id)
@@ -84,30 +84,17 @@ class RequestMiddleware:
 
 
 class KeyMiddleware:
-    """Lets requests to guarded paths in only with one of the API keys as bearer token."""
+    """Finds out who calls, and lets requests to guarded paths in only with one of the keys as bearer token."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
-        self._keys = [key.encode() for key in gateway.settings.api_key]
+        self._keys = gateway.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys and scope["type"] == "http" and scope["method"] != "OPTIONS":
+        if scope["type"] == "http":
+            caller = scope["octavo.caller"] = self._keys.caller(scope)
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path.startswith(GUARDED) and not self._known(_header(scope, b"authorization")):
-                problem = Problem("Unauthorized", 401, "AuthenticationError", "invalid_api_key")
-                raise ApiError(problem, {"WWW-Authenticate": "Bearer"})
+            guarded = self._keys.guards_api and scope["method"] != "OPTIONS" and path.startswith(GUARDED)
+            if guarded and not caller.known:
+                raise unauthorized()
         await self._app(scope, receive, send)
-
-    def _known(self, header: bytes) -> bool:
-        scheme, _, given = header.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        # Every key is compared, so that the time taken says nothing.
-        return sum(hmac.compare_digest(given.strip(), key) for key in self._keys) > 0
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return b""

@@ -31,7 +31,7 @@ class ChatRenderer:
 
     def chunk(self, slot: Slot, text: str, start: int, stop: int) -> bytes:
         finish = slot.view.finish_reason
-        wants_logprobs = slot.record.sampling.logprobs is not None
+        wants_logprobs = self._presentation.logprobs
         if slot.echo_text:
             text, slot.echo_text = slot.echo_text + text, ""
         if finish is None and not wants_logprobs:
@@ -57,13 +57,12 @@ class ChatRenderer:
             "usage": usage,
         }
         if self._presentation.prompt_logprobs:
-            record = slots[0].record
-            known = next((slot.fold.prompt_logprobs for slot in slots if slot.fold and slot.fold.prompt_logprobs), ())
-            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, record.prompt.tolist(), known)
+            prompt = slots[0].record.prompt.tolist()
+            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, slots[0].prompt_logprobs)
         return orjson.dumps(answer)
 
     def _choice(self, slot: Slot) -> dict[str, Any]:
-        wants_logprobs = slot.record.sampling.logprobs is not None
+        wants_logprobs = self._presentation.logprobs
         return {
             "index": slot.index,
             "message": {"role": self._presentation.role, "content": slot.echo_text + "".join(slot.parts)},

@@ -30,7 +30,7 @@ class CompletionRenderer:
 
     def chunk(self, slot: Slot, text: str, start: int, stop: int) -> bytes:
         finish = slot.view.finish_reason
-        wants_logprobs = slot.record.sampling.logprobs is not None
+        wants_logprobs = self._presentation.logprobs
         if self._presentation.prompt_only:
             if finish is None:
                 return b""
@@ -70,11 +70,11 @@ class CompletionRenderer:
             "finish_reason": "length" if only_prompt else slot.view.finish_reason,
             "stop_reason": None if only_prompt else slot.view.stop_reason,
         }
-        if slot.record.sampling.logprobs is not None:
+        if self._presentation.logprobs:
             choice["logprobs"] = self._logprobs(slot, 0, slot.view.tokens)
         if self._presentation.prompt_logprobs:
-            known = (slot.fold.prompt_logprobs if slot.fold else None) or ()
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, slot.record.prompt.tolist(), known)
+            prompt = slot.record.prompt.tolist()
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, slot.prompt_logprobs)
         return choice
 
     def _logprobs(self, slot: Slot, start: int, stop: int) -> dict[str, Any]:

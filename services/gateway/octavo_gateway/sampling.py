@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from octavo_gateway.choices import Choices, choices_of
 from octavo_gateway.errors import bad_request, not_supported
 from octavo_gateway.schema.requests import ChatCompletionRequest, CompletionRequest, GenerationBody
 from octavo_shared.records import SEED_MASK, SamplingParams
@@ -20,6 +21,8 @@ LEAST_TEMPERATURE = 0.01
 DEFAULT_COMPLETION_TOKENS = 16
 # Every one is looked for in every piece of text, on the event loop that serves all clients.
 MAX_STOP_STRINGS = 256
+# Some thirty years; what is longer is a mistake (milliseconds, a point in time).
+MAX_TIMEOUT_S = 1e9
 
 # One spelling per token: "5", " 5" and "05" would be three entries for the same one.
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")
@@ -36,7 +39,9 @@ class Draft:
     """A request's sampling before its prompt is known: ``max_tokens`` None means "as many as fit"."""
 
     params: SamplingParams
+    # Choices per prompt; the ``returned`` best of them are given back.
     n: int
+    returned: int
     # What the client asked for; None = nothing, then the rest of the context is the bound.
     max_tokens: int | None
     # Used without a client's word; an explicit wish that does not fit is refused, this is cut.
@@ -45,6 +50,8 @@ class Draft:
     stop: tuple[str, ...]
     # Only the prompt is wanted back (echo with max_tokens 0).
     prompt_only: bool = False
+    # The client wants log-probabilities of the output (ranking needs them in any case).
+    logprobs: bool = False
 
 
 def draft_completion(body: CompletionRequest, settings: GatewaySettings, defaults: Mapping[str, float]) -> Draft:
@@ -124,39 +131,42 @@ def _draft(
     if bound is not None and min_tokens > bound and not prompt_only:
         message = f"min_tokens must be less than or equal to max_tokens={bound}, got {min_tokens}."
         raise bad_request(message, "min_tokens")
-    n = _choices(body, settings)
+    choices = choices_of(body, settings)
+    if prompt_only:
+        choices = Choices(choices.returned, choices.returned)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
         raise bad_request(f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.", "stop")
     if "" in stop:
         raise bad_request("stop cannot contain an empty string.", "stop")
+    wanted = _logprob_count(logprobs, settings, "sample", "logprobs")
     params = replace(
-        _distribution(body, defaults, n),
+        _distribution(body, defaults, choices),
         min_tokens=0 if prompt_only else min_tokens,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         logit_bias=_logit_bias(body.logit_bias),
-        logprobs=_logprob_count(logprobs, settings, "sample", "logprobs"),
+        logprobs=0 if wanted is None and choices.made > choices.returned else wanted,
         prompt_logprobs=_logprob_count(prompt_logprobs, settings, "prompt", "prompt_logprobs"),
     )
     return Draft(
         params=params,
-        n=n,
+        n=choices.made,
+        returned=choices.returned,
         max_tokens=1 if prompt_only else max_tokens,
         default_max_tokens=fallback,
         seed=None if body.seed is None else body.seed & SEED_MASK,
         stop=stop,
         prompt_only=prompt_only,
+        logprobs=wanted is not None,
     )
 
 
 def _check_features(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
-    if body.use_beam_search:
-        if body.stream:
-            raise bad_request("Streaming is not supported with beam search.", "stream")
-        raise not_supported("Beam search", "use_beam_search")
+    if body.timeout is not None and not 0 < body.timeout <= MAX_TIMEOUT_S:
+        raise bad_request(f"timeout must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {body.timeout}.", "timeout")
     if body.cache_salt is not None and not body.cache_salt:
         raise bad_request("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
     for name in _UNSUPPORTED:
@@ -164,22 +174,7 @@ def _check_features(body: GenerationBody) -> None:
             raise not_supported(f"`{name}`", name)
 
 
-def _choices(body: GenerationBody, settings: GatewaySettings) -> int:
-    n = 1 if body.n is None else body.n
-    if n < 1:
-        raise bad_request(f"n must be at least 1, got {n}.", "n")
-    if n > settings.max_n:
-        raise bad_request(f"n must be at most {settings.max_n}, got {n}.", "n")
-    if body.best_of is not None and body.best_of < n:
-        raise bad_request(
-            f"best_of must be greater than or equal to n, got n={n} and best_of={body.best_of}.", "best_of"
-        )
-    if body.best_of is not None and body.best_of > n:
-        raise not_supported("best_of greater than n", "best_of")
-    return n
-
-
-def _distribution(body: GenerationBody, defaults: Mapping[str, float], n: int) -> SamplingParams:
+def _distribution(body: GenerationBody, defaults: Mapping[str, float], choices: Choices) -> SamplingParams:
     """The numbers that shape the distribution, checked in vLLM's order."""
 
     def value(name: str, neutral: float) -> float:
@@ -209,9 +204,13 @@ def _distribution(body: GenerationBody, defaults: Mapping[str, float], n: int) -
         raise bad_request(f"top_k must be 0 (disable), or at least 1, got {top_k}.", "top_k")
     if not 0.0 <= min_p <= 1.0:
         raise bad_request(f"min_p must be in [0, 1], got {min_p}.", "min_p")
-    if temperature < GREEDY_EPSILON:
-        if n > 1:
-            raise bad_request(f"n must be 1 when using greedy sampling, got {n}.", "n")
+    if choices.beam_width:
+        # Beam search draws nothing.
+        temperature, top_p, top_k, min_p = 0.0, 1.0, 0, 0.0
+    elif temperature < GREEDY_EPSILON:
+        if choices.made > 1:
+            name = "n" if choices.returned > 1 else "best_of"
+            raise bad_request(f"{name} must be 1 when using greedy sampling, got {choices.made}.", name)
         temperature, top_p, top_k, min_p = 0.0, 1.0, 0, 0.0
     elif temperature < LEAST_TEMPERATURE:
         temperature = LEAST_TEMPERATURE
@@ -223,6 +222,9 @@ def _distribution(body: GenerationBody, defaults: Mapping[str, float], n: int) -
         presence_penalty=presence,
         frequency_penalty=frequency,
         repetition_penalty=repetition,
+        beam_width=choices.beam_width,
+        length_penalty=choices.length_penalty,
+        early_stopping=choices.early_stopping,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from octavo_gateway.choice_view import ChoiceView
 from octavo_gateway.logprobs import Entry
 from octavo_shared.fold import ChoiceFold
-from octavo_shared.records import RequestRecord
+from octavo_shared.records import RequestRecord, TokenLogprobs
 
 Kind = Literal["text_completion", "chat"]
 
@@ -30,6 +30,10 @@ class Presentation:
     echo: bool = False
     # The answer is the prompt alone.
     prompt_only: bool = False
+    # Show the output's log-probabilities.
+    logprobs: bool = False
+    # Give back only so many of each prompt's choices, the best ones; 0 = all.
+    returned: int = 0
     # Show prompt_logprobs as a field of their own.
     prompt_logprobs: bool = False
     # Say in the usage how many prompt tokens were found in the prefix cache.
@@ -69,7 +73,7 @@ class Slot:
         self.record = record
         # Choice 0 of the same prompt; None for that one itself.
         self._first = first
-        # Number within the request, and within the answer.
+        # Number within the request, and within the answer (ranking may change it).
         self.choice = choice
         self.index = index
         self.view = view
@@ -100,9 +104,16 @@ class Slot:
             for at in range(start, min(stop, len(self.fold.tokens)))
         ]
 
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the prompt from its second token on; choices that share a prefill are told with choice 0."""
+        for slot in (self, self._first):
+            if slot is not None and slot.fold is not None and slot.fold.prompt_logprobs:
+                return slot.fold.prompt_logprobs
+        return ()
+
     def prompt_entries(self) -> Iterator[Entry]:
         """Prompt tokens with their log-probabilities; the first has none."""
-        assert self.fold is not None
-        known = self.fold.prompt_logprobs or ()
+        known = self.prompt_logprobs
         for at, token in enumerate(self.record.prompt.tolist()):
             yield token, known[at - 1] if 0 < at <= len(known) else None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from octavo_scheduler.backlog import Progress, Rate
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.events import Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
@@ -82,6 +85,9 @@ class Engine:
         self._last_progress_s = time.monotonic()
         self.plan_s = 0.0
         self.draining = False
+        self.rate = Rate()
+        # When the newest result came, on the clock of _sent.
+        self._result_at = 0.0
 
     def pump(self) -> list[Event]:
         """Send every plan that may be sent now; returns what happened meanwhile."""
@@ -109,7 +115,14 @@ class Engine:
         self._unlogged += [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
         self._last_progress_s = time.monotonic()
         sent_at, prompt_tokens = self._sent.popleft()
-        return Acknowledged(events, time.perf_counter() - sent_at, prompt_tokens + len(result.tokens))
+        now = time.perf_counter()
+        # Of a beam's candidates one token's worth of work is done, whatever their number.
+        drawn = np.count_nonzero(result.sample_counts) if len(result.scores) else len(result.tokens)
+        tokens = prompt_tokens + int(drawn)
+        # Plans wait for each other: this one has been worked on only since the one before it was done.
+        self.rate.observe(tokens, now - max(sent_at, self._result_at))
+        self._result_at = now
+        return Acknowledged(events, now - sent_at, tokens)
 
     def take_logged(self, step: int) -> list[Sequence]:
         """Everything up to ``step`` is in the log: the sequences whose ends are final by that."""
@@ -122,6 +135,12 @@ class Engine:
         """It speaks, and no step takes suspiciously long. ``now_s`` is in seconds of the monotonic clock."""
         step_s = now_s - self._last_progress_s if self._sent else 0.0
         return now_s - self.last_heard_s < SILENCE_S and step_s < STUCK_S
+
+    def progress(self) -> Iterator[Progress]:
+        """How far each running sequence has come."""
+        table = self.core.table
+        for sequence in table.sequences():
+            yield Progress(sequence.request_id, sequence.output_start, int(table.planned[sequence.slot]))
 
     @property
     def load(self) -> int:

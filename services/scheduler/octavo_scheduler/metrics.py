@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from octavo_scheduler.engine import Engine
 from octavo_shared.plan import StepTimings
+from octavo_shared.records import ModelLimits
 
 _TIME_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -67,6 +68,15 @@ class SchedulerMetrics:
         self._hit_rate = Gauge(
             "octavo:prefix_cache_hit_rate", "Hit rate over the last 1,000 requests.", _LABELS, registry=self.registry
         )
+        self._queued = Gauge(
+            "octavo:queued_tokens", "Work owed to requests that have not ended.", _LABELS, registry=self.registry
+        )
+        self._bound = Gauge(
+            "octavo:max_queued_tokens", "Requests that exceed it get 429; 0 = none.", _LABELS, registry=self.registry
+        )
+        self._rate = Gauge(
+            "octavo:tokens_per_second", "Tokens computed or drawn, recently.", _LABELS, registry=self.registry
+        )
         self._breaches = Counter(
             "octavo:integrity_breaches", "Broken invariants of the core.", _LABELS, registry=self.registry
         )
@@ -111,7 +121,7 @@ class SchedulerMetrics:
         for phase, seconds in phases.items():
             self._step.labels(*self._values, phase).observe(seconds)
 
-    def exposition(self, engines: list[Engine], lobby: int) -> bytes:
+    def exposition(self, engines: list[Engine], lobby: int, limits: ModelLimits) -> bytes:
         """All metrics in Prometheus' text format, as of now. ``lobby``: requests that wait for an executor."""
         cores = [engine.core for engine in engines]
         waiting = sum(core.num_waiting for core in cores)
@@ -122,6 +132,9 @@ class SchedulerMetrics:
         used, total = sum(core.pool.num_used for core in cores), sum(core.pool.num_blocks for core in cores)
         self._usage.labels(*self._values).set(used / total if total else 0.0)
         self._waste.labels(*self._values).set(used)
+        self._queued.labels(*self._values).set(limits.queued_tokens)
+        self._bound.labels(*self._values).set(limits.max_queued_tokens)
+        self._rate.labels(*self._values).set(limits.tokens_per_s)
         for engine in engines:
             config = engine.core.config
             caching = str(config.enable_prefix_caching)

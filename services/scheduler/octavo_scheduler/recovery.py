@@ -2,6 +2,9 @@
 
 Fence every choice under a new attempt, then read the log up to one's own fence: the fold there is where the new attempt
 starts. Whatever an earlier attempt appends after the fence counts for nothing.
+
+A beam search is one thing: the first of the request's fences that counts is for all its choices, and the search goes on from
+its state there. The other fences stand in the same entry of the log, so nothing comes between.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ from dataclasses import dataclass
 from octavo_scheduler.live import LiveRequest
 from octavo_shared.entries import encode_fences
 from octavo_shared.fold import ChoiceFold, FenceEvent, LogFold
+from octavo_shared.fold_beams import BeamFold
 from octavo_shared.ids import Attempt
 from octavo_shared.streams import Streams
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A request whose choices have been fenced: outputs so far per open choice, and choices that had ended before."""
+    """A request whose choices have been fenced: outputs so far per open choice, and choices that had ended before.
+
+    ``beams`` is the state of its beam search, None when it is not one or no step of it is in the log.
+    """
 
     live: LiveRequest
     outputs: dict[int, list[int]]
     ended: tuple[int, ...]
+    beams: BeamFold | None = None
 
 
 async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) -> list[Resumption]:
@@ -47,20 +55,26 @@ async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) 
             for choice in running[live.record.id]
         ]
         await streams.append_log(log, encode_fences(fences))
-        states = await _read_to_fences(streams, log, fences)
+        states, searches = await _read_to_fences(streams, log, fences)
         for live in members:
             mine = {choice: states[live.record.id.serial, choice] for choice in running[live.record.id]}
             ended = tuple(choice for choice, state in mine.items() if state.end)
             outputs = {choice: list(state.tokens) for choice, state in mine.items() if not state.end}
-            resumed.append(Resumption(live, outputs, ended))
+            resumed.append(Resumption(live, outputs, ended, searches.get(live.record.id.serial)))
     return resumed
 
 
-async def _read_to_fences(streams: Streams, log: str, fences: list[FenceEvent]) -> dict[tuple[int, int], ChoiceFold]:
-    """The fold of each choice at its own fence. The fences are in the log, so reading on always reaches them."""
+async def _read_to_fences(
+    streams: Streams, log: str, fences: list[FenceEvent]
+) -> tuple[dict[tuple[int, int], ChoiceFold], dict[int, BeamFold]]:
+    """The fold of each choice at its own fence, and beam searches that go on there by serial.
+
+    The fences are in the log, so reading on always reaches them.
+    """
     awaited = {(fence.serial, fence.choice): fence.attempt for fence in fences}
     fold = LogFold()
     states: dict[tuple[int, int], ChoiceFold] = {}
+    searches: dict[int, BeamFold] = {}
     after = "0"
     while awaited:
         page = await streams.read_log(log, after)
@@ -71,8 +85,10 @@ async def _read_to_fences(streams: Streams, log: str, fences: list[FenceEvent]) 
         after = page.last_id
         for event in page.events:
             fold.apply(event)
-            key = (event.serial, event.choice)
-            if isinstance(event, FenceEvent) and awaited.get(key) == event.attempt:
-                states[key] = fold.get(*key)
-                del awaited[key]
-    return states
+            if not isinstance(event, FenceEvent) or awaited.get(key := (event.serial, event.choice)) != event.attempt:
+                continue
+            del awaited[key]
+            states[key] = fold.get(*key)
+            if event.serial in fold.beams:
+                searches[event.serial] = fold.beams[event.serial]
+    return states, searches

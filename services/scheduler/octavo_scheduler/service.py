@@ -19,9 +19,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 from redis.exceptions import RedisError
 
+from octavo_scheduler.backlog import Backlog
 from octavo_scheduler.blame import Blame
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
+from octavo_scheduler.deadlines import Deadlines
 from octavo_scheduler.engine import Engine, choose_engine
+from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
@@ -55,11 +58,13 @@ class SchedulerService:
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
         self._in_hand: set[bytes] = set()
-        # Requests that wait for an executor or for a trial to end, with what they have put out so far.
-        self._lobby: list[tuple[LiveRequest, dict[int, list[int]]]] = []
+        # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
+        self._lobby: dict[RequestId, tuple[LiveRequest, dict[int, list[int]]]] = {}
         # Which engine has the sequences of a request.
         self._homes: dict[RequestId, Engine] = {}
         self._blame = Blame()
+        self._deadlines = Deadlines(self._expire)
+        self.backlog = Backlog()
         self._epoch = 0
         self._hash_key = secrets.token_bytes(16)
         self._background: set[asyncio.Task[None]] = set()
@@ -80,7 +85,7 @@ class SchedulerService:
             self._spawn(self._finish(entry_id, None))
             return
         live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
-        self.live.add(live)
+        self._take_on(live)
         self._place(live, {})
 
     def entries_in_hand(self) -> frozenset[bytes]:
@@ -98,11 +103,22 @@ class SchedulerService:
                 await self._finish(entry_id, None)
                 continue
             live = LiveRequest(record, entry_id, open=set(range(record.n)))
-            self.live.add(live)
+            self._take_on(live)
             lives.append(live)
         if lives:
             logger.info("taking over %d requests of an earlier term", len(lives))
             await self._resume(lives)
+
+    def _take_on(self, live: LiveRequest) -> None:
+        self.live.add(live)
+        self.backlog.add(live.record)
+        self._deadlines.add(live.record.id, live.record.deadline_us)
+
+    def _expire(self, request_id: RequestId) -> None:
+        """A deadline has passed: whatever has not ended ends where it stands."""
+        live = self.live.get(request_id)
+        if live is not None:
+            self._end_choices(live, set(live.open), EndReason.TIMEOUT, None)
 
     def abort(self, record: AbortRecord) -> bool:
         """Someone no longer wants a choice, or all; False when the request is not known here (yet)."""
@@ -111,7 +127,7 @@ class SchedulerService:
             return False
         if record.owner_generation >= live.record.owner_generation:
             choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
-            self._end_choices(live, choices, EndReason.ABORT, None)
+            self._end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
     def _place(self, live: LiveRequest, outputs: dict[int, list[int]]) -> None:
@@ -119,7 +135,7 @@ class SchedulerService:
             return
         engine = choose_engine(self.engines, time.monotonic())
         if engine is None or not self._blame.may_start(live.record.id):
-            self._lobby.append((live, outputs))
+            self._lobby[live.record.id] = (live, outputs)
             return
         sequences = live.start(outputs, engine.core.config.max_model_len)
         try:
@@ -134,8 +150,19 @@ class SchedulerService:
         self._homes[live.record.id] = engine
         self._pump(engine)
 
-    def _end_choices(self, live: LiveRequest, choices: set[int], reason: EndReason, problem: Problem | None) -> None:
-        """End choices from here: let their blocks go now, and fence them with the end (the log decides who was first)."""
+    def _end_choices(
+        self,
+        live: LiveRequest,
+        choices: set[int],
+        reason: EndReason,
+        problem: Problem | None,
+        *,
+        complete: bool = False,
+    ) -> None:
+        """End choices from here: let their blocks go now, and fence them with the end (the log decides who was first).
+
+        ``complete``: they are as long as they would have become.
+        """
         engine = self._homes.get(live.record.id)
         fenced = choices - live.ending
         for sequence in live.sequences:
@@ -143,6 +170,7 @@ class SchedulerService:
                 continue
             if engine.core.abort(sequence):
                 self.observer.left(sequence, reason)
+                self.backlog.learn(sequence, EndReason.STOP if complete else reason)
             else:
                 # Computed already; its own end is on its way into the log.
                 fenced.discard(sequence.choice)
@@ -161,8 +189,12 @@ class SchedulerService:
             self._close(request_id, fence.choice)
 
     def _close(self, request_id: RequestId, choice: int) -> None:
+        if (live := self.live.get(request_id)) is not None and choice in live.open:
+            self.backlog.choice_ended(request_id)
         finished = self.live.close(request_id, choice)
         if finished is not None:
+            self._deadlines.forget(request_id)
+            self._lobby.pop(request_id, None)
             self._homes.pop(request_id, None)
             self._acquit(request_id)
             self._spawn(self._finish(finished.entry_id, request_id))
@@ -212,8 +244,8 @@ class SchedulerService:
 
     def _place_lobby(self) -> None:
         """Requests that waited for an executor, or for a trial to end, may go."""
-        waiting, self._lobby = self._lobby, []
-        for live, outputs in waiting:
+        waiting, self._lobby = self._lobby, {}
+        for live, outputs in waiting.values():
             self._place(live, outputs)
 
     def _acquit(self, request_id: RequestId) -> None:
@@ -274,6 +306,7 @@ class SchedulerService:
         self._judge(engine)
         self.observer.acknowledged(epoch, result.step)
         self.observer.happened(acknowledged.events + planned, epoch)
+        self.backlog.learn_all(acknowledged.events)
         self.metrics.observe_step(acknowledged.tokens, engine.plan_s, acknowledged.round_trip_s, result.timings)
 
     def _judge(self, engine: Engine) -> None:
@@ -313,23 +346,11 @@ class SchedulerService:
 
     def limits(self) -> ModelLimits:
         """What gateways need to know."""
-        now = time.monotonic()
-        alive = [engine for engine in self.engines if engine.is_making_progress(now)]
-        infos = [engine.info for engine in self.engines]
-        return ModelLimits(
-            model=self.settings.model_name,
-            max_model_len=min((engine.core.config.max_model_len for engine in self.engines), default=0),
-            pool_tokens=min((info.num_device_blocks * info.block_size for info in infos), default=0),
-            vocab_size=min((info.vocab_size for info in infos), default=0),
-            ready=bool(alive),
-            reason="" if alive else "no executor makes progress" if self.engines else "no executor is attached",
-            executors=len(alive),
-            term=self.term,
-        )
+        return model_limits(self.settings, self.term, self.engines, self.backlog)
 
     def exposition(self) -> bytes:
         """Metrics in Prometheus' text format."""
-        return self.metrics.exposition(self.engines, len(self._lobby))
+        return self.metrics.exposition(self.engines, len(self._lobby), self.limits())
 
     @property
     def busy(self) -> bool:

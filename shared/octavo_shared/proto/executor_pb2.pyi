@@ -585,7 +585,7 @@ class StepTimings(_message.Message):
     wait_s: _builtins.float
     """Idle: the executor waited for this plan."""
     prepare_s: _builtins.float
-    """Decoding the plan and updating the batch."""
+    """Updating the batch and moving pages."""
     forward_s: _builtins.float
     sample_s: _builtins.float
     publish_s: _builtins.float
@@ -593,7 +593,7 @@ class StepTimings(_message.Message):
     queued_s: _builtins.float
     """The plan waited for the executor: it lay there while the step before it ran."""
     restore_s: _builtins.float
-    """Restores of this step: host pages to device pages."""
+    """Restores of this step (host pages to device pages), within prepare_s or beside the forward pass."""
     def __init__(
         self,
         *,

@@ -337,6 +337,7 @@ class ChoiceState(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     choice: _builtins.int
     term: _builtins.int
@@ -353,6 +354,10 @@ class ChoiceState(_message.Message):
     def problem(self) -> Global___Problem: ...
     @_builtins.property
     def prompt_logprobs(self) -> Global___Logprobs: ...
+    @_builtins.property
+    def beams(self) -> Global___BeamState:
+        """In one choice of a request whose beam search goes on; the attempt that may speak for it is that of this choice."""
+
     def __init__(
         self,
         *,
@@ -367,14 +372,186 @@ class ChoiceState(_message.Message):
         problem: Global___Problem | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
         cached_tokens: _builtins.int = ...,
+        beams: Global___BeamState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "logprobs", b"logprobs", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "end", b"end", "logprobs", b"logprobs", "n", b"n", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs", "serial", b"serial", "stop_token", b"stop_token", "term", b"term", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "cached_tokens", b"cached_tokens", "choice", b"choice", "end", b"end", "logprobs", b"logprobs", "n", b"n", "problem", b"problem", "prompt_logprobs", b"prompt_logprobs", "serial", b"serial", "stop_token", b"stop_token", "term", b"term", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChoiceState: _TypeAlias = ChoiceState  # noqa: Y015
+
+@_typing.final
+class BeamBatch(_message.Message):
+    """Steps of beam searches, written by the scheduler."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeamStep]: ...
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___BeamStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamBatch: _TypeAlias = BeamBatch  # noqa: Y015
+
+@_typing.final
+class BeamStep(_message.Message):
+    """One step of one request's beam search. Arrays are little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIAL_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    ENDED_PARENTS_FIELD_NUMBER: _builtins.int
+    ENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_SCORES_FIELD_NUMBER: _builtins.int
+    ENDED_REASONS_FIELD_NUMBER: _builtins.int
+    RANKING_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    serial: _builtins.int
+    term: _builtins.int
+    """The attempt (term, n) that speaks."""
+    n: _builtins.int
+    position: _builtins.int
+    """Tokens of every live hypothesis before this step."""
+    choices: _builtins.int
+    """Choices of the request."""
+    parents: _builtins.bytes
+    """Live hypotheses after it, best first. int32[live]: which one it extends, and by which token."""
+    tokens: _builtins.bytes
+    scores: _builtins.bytes
+    """float32[live]: cumulative log-probability."""
+    ended_parents: _builtins.bytes
+    """Hypotheses that ended in this step, columns as above; token -1: as it stands. uint8[ended]: EndReason."""
+    ended_tokens: _builtins.bytes
+    ended_scores: _builtins.bytes
+    ended_reasons: _builtins.bytes
+    ranking: _builtins.bytes
+    """int32[kept]: if any ended, which ended hypotheses are kept, best first: those kept before, then those of this step."""
+    end: Global___EndReason.ValueType
+    """Not NONE: the search is over, and choices without a hypothesis of their own end for this reason."""
+    cached_tokens: _builtins.int
+    """As in the RowNote of output position 0."""
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """If asked for: of tokens, then of ended_tokens that are tokens."""
+
+    def __init__(
+        self,
+        *,
+        serial: _builtins.int = ...,
+        term: _builtins.int = ...,
+        n: _builtins.int = ...,
+        position: _builtins.int = ...,
+        choices: _builtins.int = ...,
+        parents: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
+        scores: _builtins.bytes = ...,
+        ended_parents: _builtins.bytes = ...,
+        ended_tokens: _builtins.bytes = ...,
+        ended_scores: _builtins.bytes = ...,
+        ended_reasons: _builtins.bytes = ...,
+        ranking: _builtins.bytes = ...,
+        logprobs: Global___Logprobs | None = ...,
+        end: Global___EndReason.ValueType = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "end", b"end", "ended_parents", b"ended_parents", "ended_reasons", b"ended_reasons", "ended_scores", b"ended_scores", "ended_tokens", b"ended_tokens", "logprobs", b"logprobs", "n", b"n", "parents", b"parents", "position", b"position", "ranking", b"ranking", "scores", b"scores", "serial", b"serial", "term", b"term", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamStep: _TypeAlias = BeamStep  # noqa: Y015
+
+@_typing.final
+class BeamState(_message.Message):
+    """A beam search between two steps. Every hypothesis starts with the tokens `shared`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    choices: _builtins.int
+    shared: _builtins.bytes
+    """int32[shared]"""
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of the shared tokens, if asked for."""
+
+    @_builtins.property
+    def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
+        """Best first."""
+
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]: ...
+    def __init__(
+        self,
+        *,
+        choices: _builtins.int = ...,
+        shared: _builtins.bytes = ...,
+        logprobs: Global___Logprobs | None = ...,
+        live: _abc.Iterable[Global___Hypothesis] | None = ...,
+        kept: _abc.Iterable[Global___Hypothesis] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "kept", b"kept", "live", b"live", "logprobs", b"logprobs", "shared", b"shared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamState: _TypeAlias = BeamState  # noqa: Y015
+
+@_typing.final
+class Hypothesis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """int32[own]: tokens after the shared ones."""
+    score: _builtins.float
+    end: Global___EndReason.ValueType
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs: ...
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bytes = ...,
+        score: _builtins.float = ...,
+        logprobs: Global___Logprobs | None = ...,
+        end: Global___EndReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs", "score", b"score", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hypothesis: _TypeAlias = Hypothesis  # noqa: Y015
 
 @_typing.final
 class LogEntry(_message.Message):
@@ -383,24 +560,28 @@ class LogEntry(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___TokenBatch: ...
     @_builtins.property
     def fences(self) -> Global___FenceBatch: ...
     @_builtins.property
     def snapshot(self) -> Global___Snapshot: ...
+    @_builtins.property
+    def beams(self) -> Global___BeamBatch: ...
     def __init__(
         self,
         *,
         tokens: Global___TokenBatch | None = ...,
         fences: Global___FenceBatch | None = ...,
         snapshot: Global___Snapshot | None = ...,
+        beams: Global___BeamBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fences", b"fences", "kind", b"kind", "snapshot", b"snapshot", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "fences", b"fences", "kind", b"kind", "snapshot", b"snapshot", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fences", b"fences", "kind", b"kind", "snapshot", b"snapshot", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "fences", b"fences", "kind", b"kind", "snapshot", b"snapshot", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "fences", "snapshot"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "fences", "snapshot", "beams"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -14,6 +14,7 @@ from octavo_gateway.answer import Answer
 from octavo_gateway.body import in_worker, parse_body
 from octavo_gateway.errors import model_not_found
 from octavo_gateway.gateway import Gateway
+from octavo_gateway.keys import Caller
 from octavo_gateway.prompts import Bounds, chat_ids, completion_prompts, echo_texts
 from octavo_gateway.routes.openapi import documented
 from octavo_gateway.sampling import Draft, draft_chat, draft_completion
@@ -33,7 +34,7 @@ async def completions(request: Request) -> Answer:
     check_model(gateway, body.model)
     draft = draft_completion(body, gateway.settings, gateway.assets.defaults)
     presentation = _presentation(
-        gateway, request, body, "text_completion", echo=bool(body.echo), prompt_only=draft.prompt_only
+        gateway, request, body, draft, "text_completion", echo=bool(body.echo), prompt_only=draft.prompt_only
     )
     prompts = await in_worker(
         gateway, completion_prompts, body, gateway.assets, _bounds(gateway, draft), gateway.settings.max_num_prompts
@@ -55,7 +56,7 @@ async def chat_completions(request: Request) -> Answer:
     role = gateway.settings.response_role
     if body.add_generation_prompt is False and body.messages:
         role = body.messages[-1].role
-    presentation = _presentation(gateway, request, body, "chat", role=role)
+    presentation = _presentation(gateway, request, body, draft, "chat", role=role)
     prompt = await in_worker(gateway, chat_ids, body, gateway.assets, _bounds(gateway, draft))
     text = _echoed(body, role) if body.echo else ""
     return await _submit(gateway, request, body, draft, presentation, [prompt], [text], arrival_s)
@@ -76,7 +77,9 @@ def _echoed(body: ChatCompletionRequest, role: str) -> str:
     return last.content if last.role == role and isinstance(last.content, str) else ""
 
 
-def _presentation(gateway: Gateway, request: Request, body: GenerationBody, kind: Kind, **others: Any) -> Presentation:
+def _presentation(
+    gateway: Gateway, request: Request, body: GenerationBody, draft: Draft, kind: Kind, **others: Any
+) -> Presentation:
     options = body.stream_options
     usage = bool(body.stream) and (
         gateway.settings.enable_force_include_usage or (options is not None and options.include_usage is not False)
@@ -91,6 +94,8 @@ def _presentation(gateway: Gateway, request: Request, body: GenerationBody, kind
         continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
         skip_special_tokens=body.skip_special_tokens is not False,
         tokens_as_ids=gateway.settings.return_tokens_as_token_ids if as_ids is None else as_ids,
+        logprobs=draft.logprobs,
+        returned=draft.returned if draft.returned < draft.n else 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         prompt_tokens_details=gateway.settings.enable_prompt_tokens_details,
         resumable=request.headers.get("x-octavo-resumable") == "1",
@@ -114,14 +119,24 @@ async def _submit(
         traceparent, tracestate = gateway.tracing.headers_of(span)
     else:
         traceparent, tracestate = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+    caller: Caller = request.scope["octavo.caller"]
     order = Order(
         draft=draft,
+        tenant=caller.tenant,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         traceparent=traceparent,
         tracestate=tracestate,
         presentation=orjson.dumps(presentation),
+        deadline_us=_deadline_us(body.timeout, arrival_s),
     )
     submission = await gateway.admission.submit(prompts, samplings, order)
     return Answer(gateway, submission, presentation, arrival_s=arrival_s, echo_texts=texts, span=span)
+
+
+def _deadline_us(timeout_s: float | None, arrival_s: float) -> int:
+    """Unix microseconds ``timeout_s`` after the request came (``arrival_s`` on the monotonic clock); 0 without one."""
+    if timeout_s is None:
+        return 0
+    return max(1, int((time.time() + timeout_s - (time.monotonic() - arrival_s)) * 1e6))

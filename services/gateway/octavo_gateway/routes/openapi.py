@@ -18,6 +18,7 @@ _ERRORS = {
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
     413: "The body is too large.",
+    429: "Too much work is queued; see Retry-After.",
     503: "Nothing can be served now; see Retry-After.",
 }
 

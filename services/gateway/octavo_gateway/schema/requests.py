@@ -78,8 +78,17 @@ class GenerationBody(Body):
     user: str | None = Field(None, description="A label; no effect.")
     priority: Int32 | None = Field(0, description="Lower runs first, where the server schedules by priority.")
     cache_salt: str | None = Field(None, description="Only requests with equal salts share cached prefixes.")
-    use_beam_search: bool | None = Field(False, description="Not supported yet.")
-    best_of: Int32 | None = Field(None, description="Must equal n: more is not supported yet.")
+    best_of: Int32 | None = Field(
+        None, description="Make so many, give the n best back by mean log-probability; with beam search, the width."
+    )
+    use_beam_search: bool | None = Field(False, description="Search for the likeliest outputs instead of drawing.")
+    length_penalty: float | None = Field(
+        1.0, description="Beam search ranks by log-probability / length ** length_penalty; above 0 favours longer ones."
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        False, description="Beam search: true ends it with the first best_of hypotheses, never searches to the end."
+    )
+    timeout: float | None = Field(None, description="Seconds after which the output ends where it stands.")
 
 
 class CompletionRequest(GenerationBody):

@@ -1,0 +1,226 @@
+"""The log's protocol for beam search, explored exhaustively: one request, two schedulers, appends that are repeated.
+
+Beam steps are written by schedulers (rule L12), so it is a scheduler itself that may not know that it has been replaced. The
+first one logs the steps of its search. The second takes over: it fences the request's choices in one entry (all, or just one:
+that is enough), reads the log and goes on from the search as it stands at that fence, in its own way: the two extend
+different hypotheses, and each names its tokens after itself. Either may be unsure of an append and repeat it, late. The first
+may still try to end a choice, or all, by a fence of its own attempt. Every interleaving is run.
+
+What must hold of the final log, for a reader of all of it and for one that reads on from a snapshot at any point: no token is
+taken back; every token of every choice was made from exactly those before it; every choice has one end.
+
+With the rules of the fold the promise holds; with any one of them taken away it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+
+from octavo_shared.fold import Changed, FenceEvent, LogEvent, LogFold, SnapshotEvent
+from octavo_shared.fold_beams import BeamEnd, BeamEvent, BeamFold
+from octavo_shared.ids import Attempt
+from octavo_shared.records import EndReason
+
+CHOICES = 2
+LENGTH = 3
+OLD, NEW = Attempt(1, 1), Attempt(2, 1)
+# One append: events that stand in one entry, so that nothing comes between them.
+Entry = tuple[LogEvent, ...]
+Story = tuple[int, ...]
+
+
+class Tokens:
+    """Numbers for (maker, everything before, which of its continuations): equal numbers mean equal origin."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, Story, int], int] = {}
+        self.origin: dict[int, Story] = {}
+
+    def made_by(self, term: int, before: Story, which: int) -> int:
+        number = self._numbers.setdefault((term, before, which), len(self._numbers))
+        self.origin[number] = before
+        return number
+
+
+class NoCurrentAttempt(LogFold):
+    """Without the rule that a beam step counts only if its attempt is the current one."""
+
+    def _apply_beams(self, event: BeamEvent) -> Changed:
+        for choice in range(event.n):
+            self.get(event.serial, choice).attempt = event.attempt
+        return super()._apply_beams(event)
+
+
+class FenceForOneChoice(LogFold):
+    """Without the rule that a fence for one choice is for all: what it fences, another choice's attempt lets in."""
+
+    def _apply_beams(self, event: BeamEvent) -> Changed:
+        still_open = [choice for _, choice in self._choices_of(event.serial, event.n) if not choice.end]
+        if any(choice.attempt == event.attempt for choice in still_open):
+            for choice in still_open:
+                choice.attempt = event.attempt
+        return super()._apply_beams(event)
+
+    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> Changed:
+        attempts = [self.get(event.serial, choice).attempt for choice in range(CHOICES)]
+        super()._follow(event, counted)
+        for choice, attempt in enumerate(attempts):
+            self.get(event.serial, choice).attempt = attempt
+        return ()
+
+
+class NoPosition(LogFold):
+    """Without the rule that a step follows only at its position."""
+
+    def _apply_beams(self, event: BeamEvent) -> Changed:
+        beams = self.beams.get(event.serial)
+        if beams is not None and event.position < beams.position:
+            event = BeamEvent(
+                event.serial, event.attempt, beams.position, event.n, event.parents, event.tokens, event.scores,
+                event.finished, event.ranking, event.logprobs, event.end,
+            )  # fmt: skip
+        return super()._apply_beams(event)
+
+
+class ForgetfulSnapshot(LogFold):
+    """Without the search in snapshots."""
+
+    def snapshots(self) -> Iterator[SnapshotEvent]:
+        for (serial, index), choice in self.choices.items():
+            yield choice.snapshot(serial, index)
+
+
+def search(attempt: Attempt, state: BeamFold, tokens: Tokens) -> list[Entry]:
+    """What a scheduler logs that goes on from ``state``.
+
+    Each step extends one hypothesis in two ways (the first scheduler the first one, the second the last one), and one ends
+    on the way. The last step ends all.
+    """
+    entries: list[Entry] = []
+    while state.live:
+        chosen = 0 if attempt == OLD else len(state.live) - 1
+        story = state.live[chosen].tokens
+        made = [tokens.made_by(attempt.term, story, which) for which in range(3)]
+        is_last = state.position == LENGTH - 1
+        ended = made[:2] if is_last else made[2:] if state.position == 1 else []
+        finished = tuple(BeamEnd(chosen, token, -1.0, EndReason.STOP) for token in ended)
+        event = BeamEvent(
+            serial=1,
+            attempt=attempt,
+            position=state.position,
+            n=CHOICES,
+            parents=() if is_last else (chosen, chosen),
+            tokens=() if is_last else tuple(made[:2]),
+            scores=() if is_last else (-1.0, -2.0),
+            finished=finished,
+            ranking=tuple(range(len(state.kept) + len(finished))) if finished else (),
+            end=EndReason.LENGTH if is_last else EndReason.NONE,
+        )
+        entries.append((event,))
+        after = state.after(event)
+        assert after is not None
+        state = after
+    return entries
+
+
+def interleavings(first: list[Entry], second: list[Entry]) -> Iterator[list[Entry]]:
+    if not first or not second:
+        yield first + second
+        return
+    for tail in interleavings(first[1:], second):
+        yield [first[0], *tail]
+    for tail in interleavings(first, second[1:]):
+        yield [second[0], *tail]
+
+
+def with_retry(log: list[Entry], again: Entry | None, start: int) -> Iterator[list[Entry]]:
+    """``log`` with an entry repeated at every place from ``start`` on, if there is one to repeat."""
+    if again is None:
+        yield log
+        return
+    for at in range(start, len(log) + 1):
+        yield [*log[:at], again, *log[at:]]
+
+
+def worlds(fold: Callable[[], LogFold], tokens: Tokens) -> Iterator[list[Entry]]:
+    """Every log the protocol can bring about, when its parties read the log through ``fold``."""
+    old = search(OLD, BeamFold(CHOICES), tokens)
+    ended = Attempt(OLD.term, OLD.n + 1)
+    abort_one: Entry = (FenceEvent(1, 0, ended, EndReason.ABORT),)
+    abort_all: Entry = tuple(FenceEvent(1, choice, ended, EndReason.ABORT) for choice in range(CHOICES))
+    every_choice: Entry = tuple(FenceEvent(1, choice, NEW) for choice in range(CHOICES))
+    for before, fences, aborted in product(range(len(old) + 1), [every_choice, every_choice[1:]], [None, abort_one]):
+        log = [*old[:before], *([aborted] if aborted else []), fences]
+        state = fold().apply_all(event for entry in log for event in entry)
+        still_open = [choice for choice in range(CHOICES) if not state.get(1, choice).end]
+        new = search(NEW, state.beams.get(1) or BeamFold(CHOICES), tokens) if still_open else []
+        for last_words in ([], [abort_one], [abort_all], [(FenceEvent(1, 1, OLD),)]):
+            for again in [None, fences, *new[:2], *old[:before][-1:]]:
+                for rest in interleavings(old[before:] + last_words, new):
+                    start = len(log) + (rest.index(again) + 1 if again in rest else 0)
+                    yield from with_retry([*log, *rest], again, start)
+
+
+def read(log: LogFold, entries: list[Entry]) -> dict[int, int]:
+    """Take entries in; how many ends a reader saw per choice."""
+    ends = dict.fromkeys(range(CHOICES), 0)
+    for entry in entries:
+        for event in entry:
+            before = {choice: (list(log.get(1, choice).tokens), log.get(1, choice).end) for choice in range(CHOICES)}
+            log.apply(event)
+            for choice, (known, end) in before.items():
+                state = log.get(1, choice)
+                assert state.tokens[: len(known)] == known, "a token that was read is taken back"
+                ends[choice] += bool(state.end) and not end
+    return ends
+
+
+def view(log: LogFold) -> object:
+    return {c: (s.tokens, s.end, s.attempt) for c in range(CHOICES) if (s := log.get(1, c))}, log.beams
+
+
+def faults(fold: Callable[[], LogFold]) -> Iterator[str]:
+    """What is wrong in any world."""
+    tokens = Tokens()
+    for entries in worlds(fold, tokens):
+        log = fold()
+        try:
+            ends = read(log, entries)
+        except AssertionError as error:
+            yield str(error).splitlines()[0]
+            continue
+        if set(ends.values()) != {1}:
+            yield f"ends: {ends}"
+        for choice in range(CHOICES):
+            told = log.get(1, choice).tokens
+            if any(tokens.origin[token] != tuple(told[:at]) for at, token in enumerate(told)):
+                yield "a token was made from other tokens than those before it"
+        for cut in range(len(entries)):
+            early = fold()
+            read(early, entries[:cut])
+            late = fold().apply_all(early.snapshots())
+            read(late, entries[cut:])
+            if view(late) != view(log):
+                yield "two readers disagree"
+
+
+def test_the_rules_keep_the_promise_in_every_interleaving() -> None:
+    assert not list(faults(LogFold))
+    assert sum(1 for _ in worlds(LogFold, Tokens())) > 2000
+
+
+@pytest.mark.parametrize("fold", [NoCurrentAttempt, FenceForOneChoice, NoPosition, ForgetfulSnapshot])
+def test_without_a_rule_it_breaks(fold: type[LogFold]) -> None:
+    """If this fails, the model above no longer tests what it says."""
+    assert next(faults(fold), None) is not None
+
+
+def test_the_model_sees_choices_grow_and_part() -> None:
+    log = LogFold()
+    read(log, search(OLD, BeamFold(CHOICES), Tokens())[:2])
+    assert len(log.get(1, 0).tokens) == 1
+    read(log, search(OLD, log.beams[1], Tokens()))
+    assert log.get(1, 0).tokens != log.get(1, 1).tokens
