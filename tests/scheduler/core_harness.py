@@ -28,7 +28,12 @@ class Harness:
         self.scheduler = Scheduler(config)
         self.records: dict[RequestId, RequestRecord] = {}
         self.executor = ExecutorModel(
-            config.num_blocks, config.block_size, config.max_num_seqs, self.records, config.num_host_blocks, config.prefix_cache_scope
+            config.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            self.records,
+            config.num_host_blocks,
+            config.prefix_cache_scope,
         )
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()

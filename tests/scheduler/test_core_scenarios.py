@@ -3,7 +3,7 @@
 The scenarios are facts that vLLM's own tests pin down (``tests/v1/core``), told in Octavo's terms: 16 tokens per block and
 10 usable blocks unless said otherwise. Their block ids count from 1 (vLLM keeps block 0 for itself), ours from 0; the
 tables here keep theirs and ``ids`` translates. Octavo makes a block findable only once the executor has acknowledged the
-step that filled it, so every scenario acknowledges before it looks.
+step that filled it and ``tidy`` has hashed it, so every scenario acknowledges and tidies before it looks.
 
 Waiting for what is not built yet: everything on EAGLE and draft tokens (rows 11's second half, 23's first half and 29) and
 on sliding-window groups (rows 13 and 25's second half). Rows 22 and 23 (stop ids, ``min_tokens``) are the executor's.
@@ -13,87 +13,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from core_bench import Bench
 
-from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.errors import NeverFitsError
-from octavo_scheduler.core.events import Admitted
-from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence, State
 from octavo_scheduler.core.stats import HitRateWindow
 from octavo_shared.ids import RequestId
-from octavo_shared.plan import StepPlan, StepResult
+from octavo_shared.plan import StepResult
 from octavo_shared.records import EndReason, RequestRecord, SamplingParams
 
 COMMON = list(range(100, 148))
-
-
-class Bench:
-    """A scheduler whose every plan is acknowledged with made-up tokens, one plan at a time."""
-
-    def __init__(self, **changes: object) -> None:
-        values: dict[str, object] = {
-            "num_blocks": 10,
-            "block_size": 16,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 8192,
-            "max_model_len": 1024,
-        }
-        self.scheduler = Scheduler(CoreConfig(**values | changes))  # type: ignore[arg-type]
-        self.pool = self.scheduler.pool
-        self.serial = 0
-        self.next_token = 10_000
-
-    def add(self, prompt: list[int] | int, *, max_tokens: int = 1, **more: object) -> Sequence:
-        """A request with one choice; a number stands for that many tokens nobody else has."""
-        self.serial += 1
-        if isinstance(prompt, int):
-            prompt = [self.serial * 100_000 + i for i in range(prompt)]
-        record = RequestRecord(
-            RequestId("log", self.serial),
-            0,
-            np.array(prompt, np.int32),
-            SamplingParams(max_tokens=max_tokens),
-            **more,  # type: ignore[arg-type]
-        )
-        sequence = Sequence(record, 0, 1, self.scheduler.config.max_model_len)
-        self.scheduler.add([sequence])
-        return sequence
-
-    def run(self, prompt: list[int] | int, *, max_tokens: int = 2, **more: object) -> tuple[Sequence, int]:
-        """A request whose prompt is computed and acknowledged: the sequence (still running) and its hit."""
-        sequence = self.add(prompt, max_tokens=max_tokens, **more)
-        self.scheduler.drain_events()
-        self.step()
-        (admitted,) = [e for e in self.scheduler.drain_events() if isinstance(e, Admitted)]
-        assert admitted.sequence is sequence
-        return sequence, admitted.cached_tokens
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        self.acknowledge(plan)
-        return plan
-
-    def acknowledge(self, plan: StepPlan, end: EndReason = EndReason.NONE) -> None:
-        samples = len(plan.sample_slots)
-        tokens = np.arange(self.next_token, self.next_token + samples, dtype=np.int32)
-        self.next_token += samples
-        ends = np.full(samples, end, np.uint8)
-        self.scheduler.commit(StepResult(plan.term, plan.epoch, plan.step, np.ones(samples, np.int32), tokens, ends))
-        self.scheduler.check_integrity()
-
-    def blocks(self, sequence: Sequence) -> list[int]:
-        table = self.scheduler.table
-        return table.block_table[sequence.slot, : table.num_blocks[sequence.slot]].tolist()
-
-    def granted(self, plan: StepPlan, *sequences: Sequence) -> list[int]:
-        """What a plan grants to each sequence."""
-        grants = dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
-        return [grants.get(sequence.slot, 0) for sequence in sequences]
-
-    def admitted(self, plan: StepPlan) -> list[int]:
-        """Serials of the requests a plan admits, counted from 0, in order."""
-        return [new.request_id.serial - 1 for new in plan.admit]
 
 
 def ids(*from_one: int) -> list[int]:
@@ -141,8 +70,7 @@ def test_row_3_eviction_takes_the_tail_first(third_request: tuple[Bench, Sequenc
     bench, third = third_request
     bench.scheduler.abort(third)
     large = bench.add(160)
-    plan = bench.scheduler.schedule()
-    assert plan is not None
+    bench.plan()
     assert bench.blocks(large) == ids(5, 4, 6, 7, 8, 9, 10, 3, 2, 1)
     assert (bench.pool.num_free, bench.pool.num_cached) == (0, 0)
 
@@ -153,12 +81,12 @@ def test_row_5_decoding_fills_and_takes_blocks() -> None:
     for _ in range(4):
         bench.step()
     # 59 tokens have been computed.
-    assert bench.scheduler.table.planned[sequence.slot] == 59
+    assert bench.planned(sequence) == 59
     assert bench.blocks(sequence) == ids(1, 2, 3, 4)
     assert bench.pool.num_cached == 3
     for _ in range(19):
         bench.step()
-    assert bench.scheduler.table.planned[sequence.slot] == 78
+    assert bench.planned(sequence) == 78
     assert bench.blocks(sequence) == ids(1, 2, 3, 4, 5)
     assert bench.pool.num_cached == 4
 
@@ -197,29 +125,54 @@ def test_row_8_holds_for_tenants_and_adapters(field: str) -> None:
         bench.scheduler.abort(sequence)
 
 
-def test_row_10_reset_only_when_idle() -> None:
+def test_row_10_reset_while_blocks_are_held() -> None:
+    """vLLM refuses a reset (returns False, clears nothing) while any block is in use, and does it when none is.
+
+    Octavo does it at any time and says how many blocks could be found: what is held is forgotten as well, and so is what
+    its holders go on to compute, which continues it. So the fact that remains is the second half: after a reset nothing
+    computed before it is found, by anyone.
+    """
     bench = Bench()
-    sequence, _ = bench.run(55)
-    assert not bench.pool.reset_cache()
+    sequence, _ = bench.run(55, max_tokens=100)
     assert bench.pool.num_cached == 3
-    bench.scheduler.abort(sequence)
-    assert bench.pool.reset_cache()
+    assert bench.scheduler.reset_prefix_cache() == 3
+    assert (bench.pool.num_cached, sequence.state) == (0, State.RUNNING)
+    for _ in range(10):
+        bench.step()
+    assert bench.planned(sequence) == 65
     assert bench.pool.num_cached == 0
+    bench.scheduler.abort(sequence)
+    assert bench.scheduler.reset_prefix_cache() == 0
     again = Bench()
     first, _ = again.run(COMMON)
     again.scheduler.abort(first)
-    assert again.pool.reset_cache()
+    assert again.scheduler.reset_prefix_cache() == 3
     assert again.run([*COMMON, 1])[1] == 0
+    # What is computed from now on counts again.
+    assert again.run([*COMMON, 1])[1] == 48
 
 
 def test_reset_also_forgets_what_is_in_flight() -> None:
     bench = Bench()
     bench.add([*COMMON, 1], max_tokens=5)
-    plan = bench.scheduler.schedule()
-    assert plan is not None
-    bench.scheduler.preempt_all()
-    assert bench.pool.reset_cache()
+    plan = bench.plan()
+    assert bench.scheduler.reset_prefix_cache() == 0
     bench.acknowledge(plan)
+    assert bench.pool.num_cached == 0
+    bench.scheduler.preempt_all()
+    (new,) = bench.step().admit
+    assert (new.num_computed, bench.pool.num_cached) == (0, 3)
+
+
+def test_reset_also_forgets_what_waits_to_be_hashed() -> None:
+    bench = Bench()
+    bench.add([*COMMON, 1], max_tokens=5)
+    plan = bench.plan()
+    bench.scheduler.commit(
+        StepResult(plan.term, plan.epoch, plan.step, np.ones(1, np.int32), np.ones(1, np.int32), np.zeros(1, np.uint8))
+    )
+    assert bench.scheduler.reset_prefix_cache() == 0
+    bench.scheduler.tidy()
     assert bench.pool.num_cached == 0
 
 
@@ -302,8 +255,7 @@ def test_row_21_the_low_priority_is_preempted_and_resumes() -> None:
     assert len(low.tokens) == 32
     assert low.preemptions == bench.scheduler.stats.preemptions == 1
     bench.scheduler.abort(high)
-    plan = bench.scheduler.schedule()
-    assert plan is not None
+    plan = bench.plan()
     (new,) = plan.admit
     assert (new.request_id, len(new.tokens), new.output_start) == (low.request_id, 32, 30)
     # One block of 16 had been filled and acknowledged; the rest is computed again.
@@ -365,11 +317,9 @@ def test_row_30_lookups_are_counted_once_per_admission() -> None:
 def test_nothing_is_findable_before_it_is_acknowledged() -> None:
     bench = Bench(num_blocks=20)
     first = bench.add(COMMON)
-    plan = bench.scheduler.schedule()
+    bench.plan()
     second = bench.add([*COMMON, 1])
-    later = bench.scheduler.schedule()
-    assert plan is not None
-    assert later is not None
+    later = bench.plan()
     assert later.admit[0].num_computed == 0
     assert set(bench.blocks(first)).isdisjoint(bench.blocks(second))
 
@@ -377,13 +327,11 @@ def test_nothing_is_findable_before_it_is_acknowledged() -> None:
 def test_a_late_acknowledgement_never_names_a_reused_page() -> None:
     bench = Bench(num_blocks=3)
     first = bench.add(COMMON[:47], max_tokens=1)
-    plan = bench.scheduler.schedule()
-    assert plan is not None
+    plan = bench.plan()
     bench.scheduler.preempt_all()
     bench.scheduler.abort(first)
     other = bench.add(40, max_tokens=2)
-    later = bench.scheduler.schedule()
-    assert later is not None
+    later = bench.plan()
     assert set(bench.blocks(other)) == {0, 1, 2}
     bench.acknowledge(plan)
     assert bench.pool.num_cached == 0
@@ -395,38 +343,24 @@ def test_a_preempted_sequence_waits_for_its_plans_and_keeps_their_tokens() -> No
     """Rule R4."""
     bench = Bench(num_blocks=10)
     sequence = bench.add(10, max_tokens=9)
-    plans = [bench.scheduler.schedule(), bench.scheduler.schedule()]
+    plans = [bench.plan(), bench.plan()]
     bench.scheduler.preempt_all()
-    assert sequence.state is State.DRAINING
-    for plan in plans:
-        assert bench.scheduler.schedule() is None
-        assert plan is not None
-        bench.acknowledge(plan)
     assert sequence.state is State.WAITING
+    for plan in plans:
+        assert bench.scheduler.is_in_flight(sequence)
+        assert bench.scheduler.schedule() is None
+        bench.acknowledge(plan)
+    assert not bench.scheduler.is_in_flight(sequence)
     assert len(sequence.tokens) == 12
-    plan = bench.scheduler.schedule()
-    assert plan is not None
+    plan = bench.plan()
     assert len(plan.admit[0].tokens) == 12
-
-
-def test_further_choices_wait_for_the_first_ones_prompt() -> None:
-    bench = Bench(num_blocks=20)
-    record = RequestRecord(RequestId("log", 1), 0, np.array(COMMON, np.int32), SamplingParams(max_tokens=5), n=3)
-    choices = [Sequence(record, choice, 1, 1024) for choice in range(3)]
-    bench.scheduler.add(choices)
-    assert [new.choice for new in bench.step().admit] == [0]
-    plan = bench.step()
-    assert [(new.choice, new.num_computed) for new in plan.admit] == [(1, 32), (2, 32)]
-    assert bench.pool.num_used == 4 + 1 + 1
 
 
 def test_ended_in_the_middle_of_run_ahead() -> None:
     """The plan that was sent ahead for a sequence that ends wastes one row, and changes nothing."""
     bench = Bench()
     sequence = bench.add(10, max_tokens=9)
-    first, ahead = bench.scheduler.schedule(), bench.scheduler.schedule()
-    assert first is not None
-    assert ahead is not None
+    first, ahead = bench.plan(), bench.plan()
     bench.acknowledge(first, EndReason.STOP)
     assert sequence.state is State.ENDED
     assert bench.pool.num_used == 0
@@ -460,8 +394,7 @@ def test_a_row_that_failed_leaves_nothing_to_find() -> None:
     """Its logits were not numbers, so what it wrote into its pages is not worth sharing."""
     bench = Bench()
     sequence = bench.add(COMMON, max_tokens=9)
-    plan = bench.scheduler.schedule()
-    assert plan is not None
+    plan = bench.plan()
     none = np.zeros(1, np.int32)
     ends = np.full(1, EndReason.ERROR, np.uint8)
     bench.scheduler.commit(StepResult(plan.term, plan.epoch, plan.step, none, none[:0], ends))

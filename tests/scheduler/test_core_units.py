@@ -1,36 +1,29 @@
-"""The core's parts on their own, each against a naive twin."""
+"""The core's parts on their own, each against a naive twin where it has one"""
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from core_bench import sequence
+from hypothesis import given
 
-from octavo_scheduler.core.block_pool import BlockPool
+from octavo_scheduler.core.block_pool import Content
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.errors import IntegrityError
+from octavo_scheduler.core.forecast import ENOUGH, WINDOW, LengthForecast, peak_blocks
 from octavo_scheduler.core.free_list import FreeList
-from octavo_scheduler.core.hashing import HASH_BYTES, BlockHasher
 from octavo_scheduler.core.in_flight import find_fills
-from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.core.sequence import NO_SLOT, Sequence
 from octavo_scheduler.core.slots import SlotTable
 from octavo_scheduler.core.stats import HitRateWindow
-from octavo_scheduler.core.waiting import POLICIES, WaitingQueue
-from octavo_shared.ids import RequestId
-from octavo_shared.records import RequestRecord, SamplingParams
 
 
-def sequence(uid: int, priority: int = 0, tokens: int = 4) -> Sequence:
-    record = RequestRecord(
-        RequestId("log", uid), 0, np.arange(tokens, dtype=np.int32), SamplingParams(), priority=priority
-    )
-    made = Sequence(record, 0, 1, 1024)
-    made.uid = made.arrival = uid
-    return made
+def content(digest: bytes, number: int = 1, parent: int = 0, tokens: tuple[int, ...] = (1, 2)) -> Content:
+    """A block's content as the cache would name it."""
+    return Content(digest, number, parent, 1, np.array(tokens, np.int32).tobytes())
 
 
 # --- free list --------------------------------------------------------------------------------------------------------
@@ -56,6 +49,7 @@ def test_free_list_like_a_list(size: int, moves: list[tuple[str, int]]) -> None:
             naive.insert(0 if move == "front" else len(naive), block)
         assert list(real) == naive
         assert len(real) == len(naive)
+        assert real.first(block) == naive[:block]
         assert [block in real for block in range(size)] == [block in naive for block in range(size)]
 
 
@@ -64,295 +58,6 @@ def test_free_list_must_not_be_emptied_further() -> None:
     free.pop_front()
     with pytest.raises(AssertionError):
         free.pop_front()
-
-
-# --- block pool -------------------------------------------------------------------------------------------------------
-
-
-class NaivePool:
-    """What the pool must do, as plainly as it can be said: content by chain of tokens, order by a list."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.free = list(range(num_blocks))
-        self.refs = [0] * num_blocks
-        self.content: OrderedDict[int, tuple[object, ...]] = OrderedDict()
-
-    def allocate(self, count: int) -> list[int]:
-        taken = [self.free.pop(0) for _ in range(count)]
-        for block in taken:
-            self.content.pop(block, None)
-            self.refs[block] = 1
-        return taken
-
-    def release(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                self.free.insert(len(self.free) if block in self.content else 0, block)
-
-    def match(self, salt: str, tokens: list[int], block_size: int) -> list[int]:
-        found: list[int] = []
-        for end in range(block_size, len(tokens) + 1, block_size):
-            holder = [b for b, content in self.content.items() if content == (salt, *tokens[:end])]
-            if not holder:
-                break
-            found += holder
-        return found
-
-    def acquire(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if not self.refs[block]:
-                self.free.remove(block)
-            self.refs[block] += 1
-
-    def commit(self, block: int, salt: str, tokens: list[int]) -> None:
-        content = (salt, *tokens)
-        if content not in self.content.values():
-            self.content[block] = content
-            if not self.refs[block]:
-                self.free.remove(block)
-                self.free.append(block)
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 2**32), st.integers(2, 12), st.integers(1, 4))
-def test_block_pool_like_the_naive_one(seed: int, num_blocks: int, block_size: int) -> None:
-    """Sequences come, fill their blocks, go; the order of the free list and every hit agree after each move."""
-    rng = random.Random(seed)
-    pool, naive, hasher = BlockPool(num_blocks, block_size), NaivePool(num_blocks), BlockHasher(b"k", block_size)
-    held: list[list[int]] = []
-    for _ in range(40):
-        if held and rng.random() < 0.4:
-            blocks = held.pop(rng.randrange(len(held)))
-            pool.release(blocks)
-            naive.release(blocks)
-        else:
-            salt, wanted = rng.choice("ab"), rng.randrange(1, 5)
-            tokens = np.array([rng.randrange(2) for _ in range(wanted * block_size)], np.int32)
-            chain: list[bytes] = []
-            hasher.extend(chain, hasher.root(salt), tokens, wanted)
-            hits = pool.match(chain, hasher.root(salt), tokens).tolist()
-            assert hits == naive.match(salt, tokens.tolist(), block_size)
-            if wanted - len(hits) > pool.num_free - pool.num_free_among(hits):
-                continue
-            pool.acquire(hits)
-            naive.acquire(hits)
-            new = pool.allocate(wanted - len(hits)).tolist()
-            assert new == naive.allocate(wanted - len(hits))
-            parent: int | bytes | None = pool.as_parent(hits[-1]) if hits else hasher.root(salt)
-            released = rng.random() < 0.2
-            generations = [int(pool.generation[block]) for block in new]
-            if released:
-                pool.release(hits + new)
-                naive.release(hits + new)
-            for index, (block, generation) in enumerate(zip(new, generations, strict=True), len(hits)):
-                assert parent is not None
-                content = tokens[index * block_size : (index + 1) * block_size].tobytes()
-                parent = pool.commit(block, generation, chain[index], parent, content)
-                naive.commit(block, salt, tokens[: (index + 1) * block_size].tolist())
-            if not released:
-                held.append(hits + new)
-        assert pool.free_blocks() == naive.free
-        assert pool.num_cached == len(naive.content)
-        pool.check_integrity(np.array(naive.refs, np.int64))
-
-
-_CONTENT = np.array([1, 2], np.int32).tobytes()
-
-
-def _filled(pool: BlockPool, digest: bytes, parent: int | bytes, tokens: list[int]) -> tuple[int, int | bytes | None]:
-    (block,) = pool.allocate(1).tolist()
-    return block, pool.commit(block, int(pool.generation[block]), digest, parent, np.array(tokens, np.int32).tobytes())
-
-
-def test_a_collision_never_matches() -> None:
-    """Two contents forced to the same digest: at the block itself, below it, and under another root."""
-    pool = BlockPool(8, 2)
-    ours, tip = _filled(pool, b"D", b"root", [1, 2])
-    assert tip is not None
-    assert pool.match([b"D"], b"root", np.array([1, 2], np.int32)).tolist() == [ours]
-    # Other tokens, the same digest.
-    assert pool.match([b"D"], b"root", np.array([3, 4], np.int32)).tolist() == []
-    assert _filled(pool, b"D", b"root", [3, 4])[1] is None
-    # The same tokens, the same digest, another root (salt, adapter, tenant).
-    assert pool.match([b"D"], b"other", np.array([1, 2], np.int32)).tolist() == []
-    assert _filled(pool, b"D", b"other", [1, 2])[1] is None
-    # A block of the same tokens and digest that continues another first block.
-    other, other_tip = _filled(pool, b"E", b"root", [5, 6])
-    assert other_tip is not None
-    below, _ = _filled(pool, b"F", other_tip, [7, 8])
-    assert pool.match([b"E", b"F"], b"root", np.array([5, 6, 7, 8], np.int32)).tolist() == [other, below]
-    assert pool.match([b"D", b"F"], b"root", np.array([1, 2, 7, 8], np.int32)).tolist() == [ours]
-    assert _filled(pool, b"F", tip, [7, 8])[1] is None
-
-
-def test_equal_content_computed_twice_is_found_once_and_continued() -> None:
-    pool = BlockPool(8, 2)
-    first, tip = _filled(pool, b"D", b"root", [1, 2])
-    second, same_tip = _filled(pool, b"D", b"root", [1, 2])
-    assert same_tip == tip
-    assert tip is not None
-    third, _ = _filled(pool, b"E", tip, [3, 4])
-    assert pool.match([b"D", b"E"], b"root", np.array([1, 2, 3, 4], np.int32)).tolist() == [first, third]
-    pool.release([second])
-    assert pool.free_blocks()[0] == second
-
-
-def test_a_reused_block_is_not_committed_for_its_old_life() -> None:
-    pool = BlockPool(1, 2)
-    (block,) = pool.allocate(1).tolist()
-    generation = int(pool.generation[block])
-    pool.release([block])
-    pool.allocate(1)
-    assert pool.commit(block, generation, b"D", b"root", _CONTENT) is None
-    assert pool.num_cached == 0
-
-
-def test_reset_forgets_blocks_still_in_flight() -> None:
-    pool = BlockPool(2, 2)
-    (block,) = pool.allocate(1).tolist()
-    generation = int(pool.generation[block])
-    assert not pool.reset_cache()
-    pool.release([block])
-    assert pool.reset_cache()
-    assert pool.commit(block, generation, b"D", b"root", _CONTENT) is None
-
-
-def test_released_more_often_than_held() -> None:
-    pool = BlockPool(2, 2)
-    blocks = pool.allocate(1).tolist()
-    pool.release(blocks)
-    with pytest.raises(AssertionError):
-        pool.release(blocks)
-
-
-@pytest.mark.parametrize("breach", ["refcount", "free twice", "lost", "hash"])
-def test_integrity_check_sees_breaches(breach: str) -> None:
-    pool = BlockPool(4, 2)
-    held, _ = _filled(pool, b"D", b"root", [1, 2])
-    references = np.bincount([held], minlength=4)
-    pool.check_integrity(references)
-    if breach == "refcount":
-        pool._refcount[held] = 2
-    elif breach == "free twice":
-        pool._free.push_back(held)
-    elif breach == "lost":
-        pool._free.pop_front()
-    else:
-        pool._hash[held] = b"E"
-    with pytest.raises(IntegrityError):
-        pool.check_integrity(references)
-
-
-# --- hashing ----------------------------------------------------------------------------------------------------------
-
-_PARTS = st.lists(st.text(max_size=4), max_size=4)
-
-
-@given(_PARTS, _PARTS)
-def test_root_parts_are_not_confusable(one: list[str], other: list[str]) -> None:
-    hasher = BlockHasher(b"key", 4)
-    assert (hasher.root(*one) == hasher.root(*other)) == (one == other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(("a", "bc"), ("ab", "c")), (("a", ""), ("", "a")), (("a",), ("a", "")), (("\x01\x00\x00\x00a",), ("a",))],
-)
-def test_root_parts_that_look_alike(one: tuple[str, ...], other: tuple[str, ...]) -> None:
-    hasher = BlockHasher(b"key", 4)
-    assert hasher.root(*one) != hasher.root(*other)
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24), st.integers(1, 5), st.data())
-def test_a_chain_grows_in_any_pieces(tokens: list[int], block_size: int, data: st.DataObject) -> None:
-    hasher = BlockHasher(b"key", block_size)
-    array = np.array(tokens, np.int32)
-    full = len(tokens) // block_size
-    whole: list[bytes] = []
-    hasher.extend(whole, hasher.root("r"), array, full)
-    pieces: list[bytes] = []
-    for end in [*sorted(data.draw(st.lists(st.integers(0, full)))), full]:
-        hasher.extend(pieces, hasher.root("r"), array, end)
-    assert pieces == whole
-    assert len(whole) == full
-    assert all(len(digest) == HASH_BYTES for digest in whole)
-
-
-def test_hashes_depend_on_key_root_parent_and_tokens() -> None:
-    tokens = np.array([1, 2, 1, 2], np.int32)
-
-    def chain(key: bytes = b"k", root: str = "r", content: np.ndarray = tokens) -> list[bytes]:
-        made: list[bytes] = []
-        hasher = BlockHasher(key, 2)
-        hasher.extend(made, hasher.root(root), content, 2)
-        return made
-
-    base = chain()
-    assert base[0] != base[1], "equal tokens after different parents are different blocks"
-    assert not set(base) & set(chain(key=b"l"))
-    assert not set(base) & set(chain(root="s"))
-    assert not set(base) & set(chain(content=np.array([1, 3, 1, 2], np.int32)))
-    # A slice of a wider table is hashed by value, not by layout.
-    wide = np.zeros((2, 9), np.int32)
-    wide[1, :4] = tokens
-    assert chain(content=wide[1]) == base
-
-
-# --- waiting queue ----------------------------------------------------------------------------------------------------
-
-
-@given(st.sampled_from(["fcfs", "priority"]), st.lists(st.tuples(st.sampled_from("padr"), st.integers(0, 3))))
-def test_waiting_queue_like_a_sorted_list(policy: str, moves: list[tuple[str, int]]) -> None:
-    queue = WaitingQueue(POLICIES[policy])  # type: ignore[index]
-    key = POLICIES[policy]  # type: ignore[index]
-    naive: list[Sequence] = []
-    popped: list[Sequence] = []
-    for uid, (move, number) in enumerate(moves):
-        if move in "pa":
-            naive.append(sequence(uid, priority=number))
-            queue.push(naive[-1])
-        elif move == "d" and naive:
-            naive.sort(key=key)
-            popped.append(queue.pop())
-            assert popped[-1] is naive.pop(0)
-        elif move == "r" and naive:
-            gone = naive.pop(number % len(naive))
-            queue.remove(gone)
-            if number % 2:
-                # A removed sequence may come back.
-                queue.push(gone)
-                naive.append(gone)
-        naive.sort(key=key)
-        assert queue.ordered() == naive
-        assert queue.peek() is (naive[0] if naive else None)
-        assert len(queue) == len(naive)
-        assert set(queue) == set(naive)
-
-
-def test_lazy_removal_of_a_hundred_thousand() -> None:
-    queue = WaitingQueue(POLICIES["fcfs"])
-    everyone = [sequence(uid) for uid in range(100_000)]
-    for one in everyone:
-        queue.push(one)
-    order = everyone.copy()
-    random.Random(0).shuffle(order)
-    for gone in order[:99_000]:
-        queue.remove(gone)
-        assert len(queue._heap) <= 2 * len(queue) + 64, "what was removed piles up"
-    left = sorted(order[99_000:], key=lambda s: s.uid)
-    assert [queue.pop() for _ in range(1000)] == left
-    assert queue.peek() is None
-    assert len(queue) == 0
-
-
-def test_nobody_waits() -> None:
-    queue = WaitingQueue(POLICIES["fcfs"])
-    assert queue.peek() is None
-    with pytest.raises(AssertionError):
-        queue.pop()
-    queue.remove(sequence(1))
-    assert len(queue) == 0
 
 
 # --- fills ------------------------------------------------------------------------------------------------------------
@@ -395,25 +100,102 @@ def test_find_fills_like_the_naive_one(block_size: int, rows: list[tuple[int, in
 
 # --- slots, counts ----------------------------------------------------------------------------------------------------
 
+SLOTS = CoreConfig(num_blocks=99, block_size=2, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=12)
+
 
 def test_a_slot_is_taken_and_left() -> None:
-    config = CoreConfig(num_blocks=9, block_size=2, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=12)
-    table = SlotTable(config)
+    table = SlotTable(SLOTS)
     one, two = sequence(1, tokens=5), sequence(2, tokens=3)
     table.take(one, np.array([4, 5], np.int32), 4)
-    assert not table.full
-    table.take(two, np.array([4, 7], np.int32), 2)
-    assert table.full
-    assert [table.uid[slot] for slot in table.order] == [1, 2]
+    table.take(two, np.array([4, 7], np.int32), 2, tenant=3)
+    assert (table.num_free, len(table)) == (2, 2)
+    assert table.uid[:2].tolist() == [1, 2]
+    assert table.tenant[:2].tolist() == [0, 3]
     assert table.references(9).tolist() == [0, 0, 0, 0, 2, 1, 0, 1, 0]
     # One block for the fifth token of the first; the second has all it needs.
-    assert table.blocks_still_needed(2) == 1
-    table.append(np.array([one.slot, two.slot], np.int32), np.array([70, 80], np.int32))
+    assert table.blocks_still_needed() == 1
+    rows = np.array([table.row(one), table.row(two)])
+    table.append(rows, np.array([one.slot, two.slot], np.int32), np.array([70, 80], np.int32))
+    table.last_step[:2] = [8, 9]
+    version = table.version
     assert table.leave(one).tolist() == [4, 5]
+    assert table.version != version
     assert one.tokens.tolist() == [0, 1, 2, 3, 4, 70]
-    assert table.sequences() == [two]
+    assert (one.slot, one.last_step) == (NO_SLOT, 8)
+    assert (table.running, table.row(two), int(table.last_step[0])) == ([two], 0, 9)
     table.take(one, np.array([1], np.int32), 0)
-    assert [table.uid[slot] for slot in table.order] == [2, 1]
+    assert table.uid[:2].tolist() == [2, 1]
+    assert table.last_step[:2].tolist() == [9, 0]
+
+
+@given(st.lists(st.tuples(st.sampled_from("tlga"), st.integers(0, 30)), max_size=30))
+def test_slot_table_like_a_list(moves: list[tuple[str, int]]) -> None:
+    """Rows stay in the order of admission, slots with their sequences, whatever comes and goes."""
+    table = SlotTable(SLOTS)
+    naive: list[tuple[Sequence, list[int], list[int]]] = []
+    for uid, (move, number) in enumerate(moves, 1):
+        if move == "t" and table.num_free:
+            one = sequence(uid, tokens=1 + number % 5)
+            blocks = [number + i for i in range(-(-len(one.tokens) // 2))]
+            table.take(one, np.array(blocks, np.int32), 0)
+            naive.append((one, blocks, one.tokens.tolist()))
+        elif move == "l" and naive:
+            one, blocks, tokens = naive.pop(number % len(naive))
+            assert table.leave(one).tolist() == blocks
+            assert one.tokens.tolist() == tokens
+        elif move == "g" and naive:
+            growing = [at for at, (_, blocks, _) in enumerate(naive) if len(blocks) + 2 <= 6][: 1 + number % 3]
+            need = [1 + (number + at) % 2 for at in growing]
+            fresh = list(range(40, 40 + sum(need)))
+            rows = np.array(growing, np.intp)
+            slots = table.grow(rows, np.array(need, np.int32), np.array(fresh, np.int32))
+            assert slots.tolist() == [
+                naive[at][0].slot for at, count in zip(growing, need, strict=True) for _ in range(count)
+            ]
+            for at, count in zip(growing, need, strict=True):
+                naive[at][1].extend(fresh[:count])
+                del fresh[:count]
+        elif move == "a" and naive:
+            one, _, tokens = naive[number % len(naive)]
+            if len(tokens) < 12:
+                row = np.array([table.row(one)])
+                table.append(row, np.array([one.slot], np.int32), np.array([number], np.int32))
+                table.expected[row] += 1
+                tokens.append(number)
+        assert table.running == [one for one, _, _ in naive]
+        assert [table.row(one) for one in table.running] == list(range(len(naive)))
+        for one, blocks, tokens in naive:
+            assert table.blocks(one).tolist() == blocks
+            assert table.tokens[one.slot, : len(tokens)].tolist() == tokens
+            assert table.known[table.row(one)] == len(tokens)
+        wanted = [max(0, -(-len(tokens) // 2) - len(blocks)) for _, blocks, tokens in naive]
+        assert table.blocks_still_needed() == sum(wanted)
+        table.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "breach", ["ahead of blocks", "ahead of tokens", "past the end", "knows too much", "slot", "row"]
+)
+def test_slot_integrity_check_sees_breaches(breach: str) -> None:
+    table = SlotTable(SLOTS)
+    one = sequence(1, tokens=4)
+    table.take(one, np.array([1, 2], np.int32), 4)
+    table.take(sequence(2, tokens=4), np.array([3, 4], np.int32), 4)
+    table.check_integrity()
+    if breach == "ahead of blocks":
+        table.planned[0], table.expected[0] = 5, 6
+    elif breach == "ahead of tokens":
+        table.expected[0] = 3
+    elif breach == "past the end":
+        table.expected[0] = one.max_total_tokens + 1
+    elif breach == "knows too much":
+        table.known[0] = 5
+    elif breach == "slot":
+        table._free.append(one.slot)
+    else:
+        table.row_of_slot[one.slot] = 1
+    with pytest.raises(IntegrityError):
+        table.check_integrity()
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50)), max_size=20), st.data())
@@ -428,3 +210,45 @@ def test_hit_rate_window_like_the_naive_one(
         while len(seen) > 1 and sum(r for r, _, _ in seen) > limit:
             seen.pop(0)
         assert window.rate == sum(h for _, _, h in seen) / sum(q for _, q, _ in seen)
+
+
+# --- forecast ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 30), max_size=20),
+    st.lists(st.tuples(st.integers(0, 35), st.integers(0, 40)), max_size=6),
+)
+def test_forecast_like_the_naive_one(lengths: list[int], running: list[tuple[int, int]]) -> None:
+    forecast = LengthForecast()
+    for length in lengths:
+        forecast.observe(length)
+    expected = []
+    for generated, limit in running:
+        longer = [length for length in lengths if length > generated]
+        left = -(-sum(longer) // len(longer)) - generated if longer and len(lengths) >= ENOUGH else 0
+        expected.append(min(left, limit))
+    generated, limits = (np.array([pair[i] for pair in running], np.int32) for i in (0, 1))
+    assert forecast.remaining(generated, limits).tolist() == expected
+    assert forecast.is_empty == (len(lengths) < ENOUGH)
+
+
+def test_the_forecast_forgets() -> None:
+    forecast = LengthForecast()
+    for _ in range(WINDOW):
+        forecast.observe(900)
+    none, limit = np.zeros(1, np.int32), np.full(1, 5000, np.int32)
+    assert forecast.remaining(none, limit).tolist() == [900]
+    for _ in range(WINDOW):
+        forecast.observe(10)
+    assert forecast.remaining(none, limit).tolist() == [10]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8))
+def test_peak_blocks_like_a_simulation(sequences: list[tuple[int, int]]) -> None:
+    """All grow by a block at a time; who has grown as far as it will ends, once the others have made that step too."""
+    held, growth = ([pair[i] for pair in sequences] for i in (0, 1))
+    peak = 0
+    for grown in range(max(growth, default=0) + 1):
+        peak = max(peak, sum(h + grown for h, g in zip(held, growth, strict=True) if g >= grown))
+    assert peak_blocks(np.array(held, np.int32), np.array(growth, np.int32)) == peak
