@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from octavo_scheduler.core.events import Event
+from octavo_scheduler.core.beam_groups import BeamGroup
+from octavo_scheduler.core.beams import BeamRules, BeamSearch
+from octavo_scheduler.core.events import BeamStep, Event
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence
 from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
@@ -39,7 +41,7 @@ class InProcess:
     def run(self, records: Iterable[RequestRecord]) -> dict[tuple[int, int], ChoiceFold]:
         """Run requests to their ends; the state of each choice by (serial, choice)."""
         for record in records:
-            self.core.add([Sequence(record, i, 1, self.core.config.max_model_len) for i in range(record.n)])
+            self._add(record)
         sent: deque[StepPlan] = deque()
         while self.core.num_running or self.core.num_waiting:
             # As over the wire: a plan is made before the result of the one before it is back.
@@ -47,14 +49,31 @@ class InProcess:
                 sent.append(plan)
             output = self._runner.execute(sent.popleft())
             self.core.commit(output.result)
-            self.events += self.core.drain_events()
+            self._take(self.core.drain_events())
             for row in output.rows:
                 self.fold.apply(as_event(row, self.core.term))
+            self.core.tidy()
             if self._check:
                 self.core.check_integrity()
         while sent:
             self.core.commit(self._runner.execute(sent.popleft()).result)
         return self.fold.choices
+
+    def _add(self, record: RequestRecord) -> None:
+        config = self.core.config
+        if record.sampling.beam_width:
+            rules = BeamRules.of(record, config.eos_token_ids, config.max_model_len)
+            search = BeamSearch(rules, record.id.serial, Attempt(self.core.term, 1))
+            self.core.add_beams(BeamGroup.of(record, 1, search, config.max_model_len))
+        else:
+            self.core.add([Sequence(record, i, 1, config.max_model_len) for i in range(record.n)])
+
+    def _take(self, events: list[Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, BeamStep):
+                self.fold.apply(event.event)
+                self.core.beams_logged(event.group)
 
 
 def as_event(row: OutputRow, term: int) -> TokenEvent:

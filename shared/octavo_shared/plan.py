@@ -52,7 +52,10 @@ NO_FLOATS: Float32Array = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """How an executor introduces itself. Lengths are in tokens; ``block_bytes`` is one page over all layers."""
+    """How an executor introduces itself. Lengths are in tokens; ``block_bytes`` is one page over all layers.
+
+    ``eos_token_ids`` are the model's own ends of outputs.
+    """
 
     name: str
     incarnation: str
@@ -68,6 +71,7 @@ class ExecutorInfo:
     run_ahead: int = 1
     kv_dtype: str = "float32"
     block_bytes: int = 0
+    eos_token_ids: tuple[int, ...] = ()
     highest_term: int = 0
     protocol: int = PROTOCOL_VERSION
 

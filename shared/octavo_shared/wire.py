@@ -176,7 +176,8 @@ def from_executor(message: pb.ExecutorMessage) -> FromExecutor:
             resync = message.resync
             return Resync(resync.epoch, resync.expected_step, resync.reason)
         if kind == "hello":
-            return ExecutorInfo(**{name: getattr(message.hello, name) for name in _INFO_FIELDS})
+            fields = {name: getattr(message.hello, name) for name in _INFO_FIELDS}
+            return ExecutorInfo(**fields | {"eos_token_ids": tuple(message.hello.eos_token_ids)})
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error
     raise MalformedEntryError("an executor message of no known kind")

@@ -132,6 +132,7 @@ INFOS = st.builds(
     run_ahead=UINT32,
     kv_dtype=TEXT,
     block_bytes=UINT64,
+    eos_token_ids=st.lists(st.integers(0, 1 << 30), max_size=3).map(tuple),
     highest_term=UINT64,
     protocol=UINT32,
 )

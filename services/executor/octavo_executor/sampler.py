@@ -41,9 +41,13 @@ class Sampler:
     def candidates(self, logits: Tensor, slots: Ints) -> list[tuple[Ints, Floats] | None]:
         """Per row of ``logits`` [R, V], each a beam in ``slots`` [R], the likeliest next tokens: ids and log-probabilities.
 
-        Twice as many as the beam is wide, or as many as have a probability above zero; None where the row cannot be used.
+        Twice as many as the beam is wide, more if all stop ids could be among them, or as many as have a probability above
+        zero; None where the row cannot be used.
         """
-        wanted = np.minimum(2 * self._state.beam_width[slots].astype(np.int64), logits.shape[1]).astype(np.int32)
+        state = self._state
+        widths = state.beam_width[slots].astype(np.int64)
+        stops = np.array([len(state.sequence(slot).stop_ids) for slot in slots.tolist()])
+        wanted = np.minimum(widths + np.maximum(widths, stops), logits.shape[1]).astype(np.int32)
         scored = self._kernels.candidates(logits, self._rows(slots), torch.from_numpy(wanted), int(wanted.max()))
         ids, logprobs = scored.ids.numpy(), scored.logprobs.numpy()
         return [

@@ -103,6 +103,7 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
         vocab_size=spec.vocab_size,
         kv_dtype=str(dtypes.kv).removeprefix("torch."),
         block_bytes=page_bytes,
+        eos_token_ids=spec.eos_token_ids,
     )
     return LoadedModel(runner, info)
 

@@ -28,12 +28,17 @@ def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
         max_num_seqs=min(max_num_seqs, budget),
         max_num_batched_tokens=budget,
         max_model_len=min(info.max_model_len, info.num_device_blocks * info.block_size),
+        num_host_blocks=info.num_host_blocks,
+        eos_token_ids=info.eos_token_ids,
         fingerprint=info.fingerprint,
         policy=settings.scheduling_policy,
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        max_num_partial_prefills=settings.max_num_partial_prefills,
         run_ahead=info.run_ahead,
+        prefix_cache_scope=settings.prefix_cache_scope,
+        tenant_weights=settings.tenant_weights,
     )
 
 
@@ -139,8 +144,8 @@ class Engine:
     def progress(self) -> Iterator[Progress]:
         """How far each running sequence has come."""
         table = self.core.table
-        for sequence in table.sequences():
-            yield Progress(sequence.request_id, sequence.output_start, int(table.planned[sequence.slot]))
+        for sequence, planned in zip(table.running, table.planned[: len(table)].tolist(), strict=True):
+            yield Progress(sequence.request_id, sequence.output_start, planned)
 
     @property
     def load(self) -> int:

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from octavo_scheduler.core.beam_groups import BeamGroup
 from octavo_scheduler.core.sequence import Sequence
+from octavo_shared.fold_beams import BeamFold
 from octavo_shared.ids import RequestId
 from octavo_shared.records import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a request has come, as the log has it: outputs per choice, or the state of its beam search."""
+
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    beams: BeamFold | None = None
 
 
 @dataclass(slots=True)
@@ -25,6 +35,17 @@ class LiveRequest:
     attempt_n: int = 0
     ending: set[int] = field(default_factory=set)
     sequences: list[Sequence] = field(default_factory=list)
+    # Its beam search; ``sequences`` then holds the one that it began with, for those who watch.
+    beams: BeamGroup | None = None
+
+    @property
+    def computing(self) -> list[Sequence]:
+        """The sequences that compute for it."""
+        return self.sequences if self.beams is None else self.beams.members
+
+    def suspend(self) -> None:
+        """Nothing computes for it until it starts again."""
+        self.sequences, self.beams = [], None
 
     def start(self, outputs: dict[int, list[int]], max_model_len: int) -> list[Sequence]:
         """Sequences of a new attempt for every choice that is to run, resumed after ``outputs`` where there are any."""

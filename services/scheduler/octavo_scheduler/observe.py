@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
-from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event, Preempted
+from octavo_scheduler.core.events import Admitted, BeamFailed, BeamStep, Chunk, Ended, Event, Preempted
 from octavo_scheduler.core.sequence import Sequence
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_shared.records import EndReason
@@ -51,6 +51,8 @@ class Observer:
     def happened(self, events: list[Event], epoch: int) -> None:
         """What a plan decided, or a result brought, in an epoch."""
         for event in events:
+            if isinstance(event, BeamStep | BeamFailed):
+                continue
             story = self._stories.get(event.sequence)
             if story is None:
                 continue

@@ -25,10 +25,11 @@ from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.deadlines import Deadlines
 from octavo_scheduler.engine import Engine, choose_engine
 from octavo_scheduler.limits import model_limits
-from octavo_scheduler.live import LiveRequest, LiveRequests
+from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.recovery import fence_and_read
+from octavo_scheduler.searches import Searches
 from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
@@ -59,10 +60,11 @@ class SchedulerService:
         # Entries of the model stream from their reading to their acknowledgement.
         self._in_hand: set[bytes] = set()
         # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
-        self._lobby: dict[RequestId, tuple[LiveRequest, dict[int, list[int]]]] = {}
+        self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
         # Which engine has the sequences of a request.
         self._homes: dict[RequestId, Engine] = {}
         self._blame = Blame()
+        self._searches = Searches(self)
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
         self._epoch = 0
@@ -78,15 +80,15 @@ class SchedulerService:
             record = decode_request(payload)
         except MalformedEntryError as error:
             logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
-            self._spawn(self._finish(entry_id, None))
+            self.spawn(self._finish(entry_id, None))
             return
         if self.live.get(record.id) is not None:
             logger.warning("request %s is in the model stream twice; dropped once", record.id)
-            self._spawn(self._finish(entry_id, None))
+            self.spawn(self._finish(entry_id, None))
             return
         live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
         self._take_on(live)
-        self._place(live, {})
+        self._place(live, Standing())
 
     def entries_in_hand(self) -> frozenset[bytes]:
         """Entries of the model stream that have been read and are still to be acknowledged, as far as is known here."""
@@ -118,7 +120,7 @@ class SchedulerService:
         """A deadline has passed: whatever has not ended ends where it stands."""
         live = self.live.get(request_id)
         if live is not None:
-            self._end_choices(live, set(live.open), EndReason.TIMEOUT, None)
+            self.end_choices(live, set(live.open), EndReason.TIMEOUT, None)
 
     def abort(self, record: AbortRecord) -> bool:
         """Someone no longer wants a choice, or all; False when the request is not known here (yet)."""
@@ -127,30 +129,36 @@ class SchedulerService:
             return False
         if record.owner_generation >= live.record.owner_generation:
             choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
-            self._end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
+            self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
-    def _place(self, live: LiveRequest, outputs: dict[int, list[int]]) -> None:
+    def _place(self, live: LiveRequest, standing: Standing) -> None:
         if live.open <= live.ending:
             return
         engine = choose_engine(self.engines, time.monotonic())
         if engine is None or not self._blame.may_start(live.record.id):
-            self._lobby[live.record.id] = (live, outputs)
+            self._lobby[live.record.id] = (live, standing)
             return
-        sequences = live.start(outputs, engine.core.config.max_model_len)
         try:
-            engine.core.add(sequences)
+            self._start(live, engine, standing)
         except NeverFitsError as error:
             problem = Problem(str(error), 400, "BadRequestError", "context_length_exceeded", "input_tokens")
-            live.sequences = []
-            self._end_choices(live, set(live.open), EndReason.ERROR, problem)
+            live.suspend()
+            self.end_choices(live, set(live.open), EndReason.ERROR, problem)
             return
+        self._homes[live.record.id] = engine
+        self.pump(engine)
+
+    def _start(self, live: LiveRequest, engine: Engine, standing: Standing) -> None:
+        if live.record.sampling.beam_width:
+            self._searches.start(live, engine, standing)
+            return
+        sequences = live.start(standing.outputs, engine.core.config.max_model_len)
+        engine.core.add(sequences)
         for sequence in sequences:
             self.observer.arrived(sequence)
-        self._homes[live.record.id] = engine
-        self._pump(engine)
 
-    def _end_choices(
+    def end_choices(
         self,
         live: LiveRequest,
         choices: set[int],
@@ -165,30 +173,43 @@ class SchedulerService:
         """
         engine = self._homes.get(live.record.id)
         fenced = choices - live.ending
-        for sequence in live.sequences:
-            if sequence.choice not in fenced or engine is None:
-                continue
-            if engine.core.abort(sequence):
-                self.observer.left(sequence, reason)
-                self.backlog.learn(sequence, EndReason.STOP if complete else reason)
-            else:
-                # Computed already; its own end is on its way into the log.
-                fenced.discard(sequence.choice)
+        if live.beams is not None:
+            self._let_search_go(live, fenced, reason, engine)
+        elif engine is not None:
+            for sequence in live.sequences:
+                if sequence.choice not in fenced:
+                    continue
+                if engine.core.abort(sequence):
+                    self.observer.left(sequence, reason)
+                    self.backlog.learn(sequence, EndReason.STOP if complete else reason)
+                else:
+                    # Computed already; its own end is on its way into the log.
+                    fenced.discard(sequence.choice)
         if fenced:
             live.ending |= fenced
             attempt = Attempt(self.term, live.attempt_n + 1)
             serial = live.record.id.serial
             fences = [FenceEvent(serial, choice, attempt, reason, problem) for choice in sorted(fenced)]
-            self._spawn(self._log_ends(live.record.id, fences))
+            self.spawn(self._log_ends(live.record.id, fences))
         if engine is not None:
-            self._pump(engine)
+            self.pump(engine)
+
+    def _let_search_go(self, live: LiveRequest, fenced: set[int], reason: EndReason, engine: Engine | None) -> None:
+        """A search goes on as long as one of its choices is wanted."""
+        if live.beams is None or live.open - live.ending - fenced:
+            return
+        if engine is not None:
+            engine.core.abort_beams(live.beams)
+        self.observer.left(live.sequences[0], reason)
+        live.suspend()
 
     async def _log_ends(self, request_id: RequestId, fences: list[FenceEvent]) -> None:
-        await self._insist(lambda: self.streams.append_log(request_id.log, encode_fences(fences)))
+        await self.insist(lambda: self.streams.append_log(request_id.log, encode_fences(fences)))
         for fence in fences:
-            self._close(request_id, fence.choice)
+            self.close(request_id, fence.choice)
 
-    def _close(self, request_id: RequestId, choice: int) -> None:
+    def close(self, request_id: RequestId, choice: int) -> None:
+        """A choice's end is in the log."""
         if (live := self.live.get(request_id)) is not None and choice in live.open:
             self.backlog.choice_ended(request_id)
         finished = self.live.close(request_id, choice)
@@ -197,13 +218,13 @@ class SchedulerService:
             self._lobby.pop(request_id, None)
             self._homes.pop(request_id, None)
             self._acquit(request_id)
-            self._spawn(self._finish(finished.entry_id, request_id))
+            self.spawn(self._finish(finished.entry_id, request_id))
 
     async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
-        await self._insist(lambda: self.streams.finish_request(entry_id, request_id))
+        await self.insist(lambda: self.streams.finish_request(entry_id, request_id))
         self._in_hand.discard(entry_id)
 
-    async def _insist(self, operation: Callable[[], Awaitable[None]]) -> None:
+    async def insist(self, operation: Callable[[], Awaitable[None]]) -> None:
         """Repeat an idempotent operation on the log until it succeeds."""
         while True:
             try:
@@ -245,8 +266,8 @@ class SchedulerService:
     def _place_lobby(self) -> None:
         """Requests that waited for an executor, or for a trial to end, may go."""
         waiting, self._lobby = self._lobby, {}
-        for live, outputs in waiting.values():
-            self._place(live, outputs)
+        for live, standing in waiting.values():
+            self._place(live, standing)
 
     def _acquit(self, request_id: RequestId) -> None:
         """A request has ended or got further: if it was on trial, the others may go on."""
@@ -267,19 +288,19 @@ class SchedulerService:
             self._homes.pop(live.record.id, None)
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
-            if any(engine.core.is_in_flight(sequence) for sequence in live.sequences):
-                tokens = sum(engine.core.known_tokens(sequence) for sequence in live.sequences)
+            if any(engine.core.is_in_flight(sequence) for sequence in live.computing):
+                tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
                 if self._blame.failed(live.record.id, tokens):
                     given_up.append(live)
-            live.sequences = []
+            live.suspend()
         for live in given_up:
             problem = Problem(f"The request failed repeatedly: {failed_message or 'its executor was lost'}")
-            self._end_choices(live, set(live.open), EndReason.ERROR, problem)
+            self.end_choices(live, set(live.open), EndReason.ERROR, problem)
         # Suspects first: whoever starts on trial is to have nothing beside it.
         rest = [live for live in lives if live not in given_up]
         rest.sort(key=lambda live: not self._blame.is_suspect(live.record.id))
         if rest:
-            self._spawn(self._resume(rest))
+            self.spawn(self._resume(rest))
 
     async def _resume(self, lives: list[LiveRequest]) -> None:
         while True:
@@ -292,9 +313,10 @@ class SchedulerService:
         for resumption in resumptions:
             live = resumption.live
             for choice in resumption.ended:
-                self._close(live.record.id, choice)
+                self.close(live.record.id, choice)
             if self.live.get(live.record.id) is live:
-                self._place(live, {c: tokens for c, tokens in resumption.outputs.items() if c in live.open})
+                outputs = {c: tokens for c, tokens in resumption.outputs.items() if c in live.open}
+                self._place(live, Standing(outputs, resumption.beams))
 
     def take_result(self, engine: Engine, result: StepResult) -> None:
         """A step is done on an executor."""
@@ -303,7 +325,9 @@ class SchedulerService:
         epoch = engine.core.epoch
         # The next plan first: everything else can wait behind the forward pass.
         planned = engine.pump()
+        engine.core.tidy()
         self._judge(engine)
+        self._searches.happened(engine, acknowledged.events)
         self.observer.acknowledged(epoch, result.step)
         self.observer.happened(acknowledged.events + planned, epoch)
         self.backlog.learn_all(acknowledged.events)
@@ -315,7 +339,7 @@ class SchedulerService:
         live = self.live.get(accused) if accused is not None else None
         if live is None or self._homes.get(live.record.id) is not engine:
             return
-        tokens = sum(engine.core.known_tokens(sequence) for sequence in live.sequences)
+        tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
         if self._blame.got_further(live.record.id, tokens):
             self._place_lobby()
 
@@ -323,14 +347,15 @@ class SchedulerService:
         """Tokens and ends up to a step are in the log."""
         engine.last_heard_s = time.monotonic()
         for sequence in engine.take_logged(logged.step):
-            self._close(sequence.request_id, sequence.choice)
+            self.close(sequence.request_id, sequence.choice)
 
     def take_heartbeat(self, engine: Engine, heartbeat: Heartbeat) -> None:
         """An executor lives."""
         engine.last_heard_s = time.monotonic()
         engine.draining = heartbeat.draining
 
-    def _pump(self, engine: Engine) -> None:
+    def pump(self, engine: Engine) -> None:
+        """Send what plans may be sent, since something has changed."""
         self.observer.happened(engine.pump(), engine.core.epoch)
 
     def check_integrity(self) -> None:
@@ -357,7 +382,8 @@ class SchedulerService:
         """Some request is owed an end."""
         return len(self.live) > 0
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Do something beside; what goes wrong is logged."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._done)

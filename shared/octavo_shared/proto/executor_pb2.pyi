@@ -127,6 +127,7 @@ class Hello(_message.Message):
     RUN_AHEAD_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this contract; the scheduler refuses another major."""
     name: _builtins.str
@@ -153,6 +154,10 @@ class Hello(_message.Message):
     kv_dtype: _builtins.str
     block_bytes: _builtins.int
     """Bytes of one page over all layers."""
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The model's own ends of outputs."""
+
     def __init__(
         self,
         *,
@@ -172,10 +177,11 @@ class Hello(_message.Message):
         run_ahead: _builtins.int = ...,
         kv_dtype: _builtins.str = ...,
         block_bytes: _builtins.int = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "fingerprint", b"fingerprint", "highest_term", b"highest_term", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "protocol", b"protocol", "run_ahead", b"run_ahead", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "highest_term", b"highest_term", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "protocol", b"protocol", "run_ahead", b"run_ahead", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,6 +113,8 @@ class Admission:
         start, num_tokens = len(cached) * self._block_size, len(sequence.tokens)
         slot = core.seat(sequence, blocks, start)
         sequence.state, sequence.restores = State.RUNNING, 0
+        if sequence.beams is not None and num_tokens == sequence.output_start:
+            sequence.beams.cached_tokens = start
         if core.prefix_cache.enabled:
             core.stats.count_lookup(num_tokens, start, resumed=sequence.preemptions > 0)
         if isinstance(core.waiting, FairQueue) and not sequence.preemptions:

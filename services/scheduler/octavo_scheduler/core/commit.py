@@ -37,6 +37,8 @@ def check_result(result: StepResult, epoch: tuple[int, int], sent: deque[SentPla
     most = int(counts.view(np.uint32).max())
     if int(ends.max()) > _LAST_END or (most > 1 and not _only_beams(plan, counts, most)):
         raise OutOfStepError(f"result of step {result.step} has impossible counts or ends")
+    if len(result.scores) != _num_scores(plan, counts):
+        raise OutOfStepError(f"result of step {result.step} does not score every candidate")
     if counts.all():
         return
     silent = plan.sample_uids[(counts + ends == 0).nonzero()[0]].tolist()
@@ -47,6 +49,10 @@ def check_result(result: StepResult, epoch: tuple[int, int], sent: deque[SentPla
 def _only_beams(plan: SentPlan, counts: npt.NDArray[np.int32], most: int) -> bool:
     """Only samples of beams have more than one token."""
     return plan.beams is not None and most < 1 << 24 and bool(plan.beams[counts > 1].all())
+
+
+def _num_scores(plan: SentPlan, counts: npt.NDArray[np.int32]) -> int:
+    return 0 if plan.beams is None else int(counts[plan.beams].sum())
 
 
 def commit_tokens(plan: SentPlan, result: StepResult, table: SlotTable, sequences: dict[int, Sequence]) -> None:

@@ -26,6 +26,7 @@ class CoreConfig:
     max_num_batched_tokens: int
     max_model_len: int
     num_host_blocks: int = 0
+    eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
     policy: PolicyName = "fcfs"
     enable_prefix_caching: bool = True

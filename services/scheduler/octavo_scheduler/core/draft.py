@@ -135,7 +135,12 @@ class Samples:
         self.uids = np.insert(self.uids, at, table.uid[rows])
         self.per_row[row] += len(rows)
 
-    def advance(self, table: SlotTable, step: int) -> None:
-        """Every sampled sequence has one token more to come."""
-        table.expected[self.rows] += 1
+    def beams(self, table: SlotTable) -> npt.NDArray[np.bool_] | None:
+        """Samples that bring candidates, bool[samples]; None when there are none."""
+        mask: npt.NDArray[np.bool_] = table.is_beam[self.rows] != 0
+        return mask if mask.any() else None
+
+    def advance(self, table: SlotTable, step: int, beams: npt.NDArray[np.bool_] | None) -> None:
+        """Every sampled sequence has one token more to come, but for beams, whose next token is decided elsewhere."""
+        table.expected[self.rows] += 1 if beams is None else ~beams
         table.last_step[self.rows] = step

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo_scheduler.core.beam_groups import BeamGroup
 from octavo_scheduler.core.sequence import Sequence
+from octavo_shared.fold_beams import BeamEvent
 from octavo_shared.records import EndReason
 
 
@@ -46,4 +48,19 @@ class Ended:
     reason: EndReason
 
 
-Event = Admitted | Chunk | Preempted | Ended
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """A search has decided; the decision has to be logged before it goes on (``Scheduler.beams_logged``)."""
+
+    group: BeamGroup
+    event: BeamEvent
+
+
+@dataclass(frozen=True, slots=True)
+class BeamFailed:
+    """A search cannot go on: the model's output for one of its hypotheses cannot be used."""
+
+    group: BeamGroup
+
+
+Event = Admitted | Chunk | Preempted | Ended | BeamStep | BeamFailed

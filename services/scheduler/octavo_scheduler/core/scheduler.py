@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo_scheduler.core.admission import Admission
+from octavo_scheduler.core.beam_groups import BeamGroup, is_idle, split_candidates
 from octavo_scheduler.core.block_pool import BlockPool
 from octavo_scheduler.core.commit import check_result, commit_tokens
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.draft import Draft, Samples
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
-from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event, Preempted
+from octavo_scheduler.core.events import Admitted, BeamFailed, BeamStep, Chunk, Ended, Event, Preempted
 from octavo_scheduler.core.forecast import LengthForecast
 from octavo_scheduler.core.forks import CopyOnWrite, Families
 from octavo_scheduler.core.host_tier import HostTier, MoveCosts
@@ -36,7 +37,7 @@ from octavo_scheduler.core.slots import Rows, SlotTable
 from octavo_scheduler.core.stats import CoreStats
 from octavo_scheduler.core.view import KvView, Tier, view_kv
 from octavo_scheduler.core.waiting import OUTPUT_COST, FairQueue, make_queue
-from octavo_shared.plan import StepPlan, StepResult
+from octavo_shared.plan import NewSequence, StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
 
 
@@ -64,6 +65,9 @@ class Scheduler:
         self._publisher = Publisher(self.prefix_cache, self.table, config.block_size)
         self._sequences: dict[int, Sequence] = {}
         self._restoring: dict[int, int] = {}
+        self._groups: list[BeamGroup] = []
+        # Beams that have taken slots and of which no plan has told yet, by uid.
+        self._seated: dict[int, NewSequence] = {}
         self._sent: deque[SentPlan] = deque()
         self._released: list[int] = []
         self._events: list[Event] = []
@@ -84,13 +88,9 @@ class Scheduler:
                 raise NeverFitsError(f"{len(sequence.tokens)} tokens leave no room within {sequence.max_total_tokens}")
             if -(-(sequence.max_total_tokens - 1) // config.block_size) > config.num_blocks:
                 raise NeverFitsError(f"{sequence.max_total_tokens} tokens do not fit into the whole KV cache")
-        root = self.prefix_cache.root_of(sequences[0].record)
         alike: list[Sequence] = []
         for sequence in sequences:
-            sequence.uid = sequence.arrival = self._next_uid
-            self._next_uid += 1
-            sequence.root = root
-            self._sequences[sequence.uid] = sequence
+            self._enlist(sequence)
             # Those resumed with outputs of their own have no more than the prompt in common: the prefix cache knows it.
             if len(sequence.tokens) == sequence.output_start:
                 alike.append(sequence)
@@ -99,6 +99,79 @@ class Scheduler:
                 self.waiting.push(sequence)
         if alike:
             self._families.form(alike[0], alike[1:])
+
+    def _enlist(self, sequence: Sequence) -> None:
+        sequence.uid = sequence.arrival = self._next_uid
+        self._next_uid += 1
+        sequence.root = self.prefix_cache.root_of(sequence.record)
+        self._sequences[sequence.uid] = sequence
+
+    def add_beams(self, group: BeamGroup) -> None:
+        """Let the hypotheses of a beam search wait.
+
+        Raises:
+            NeverFitsError: they have no room for another output, or there are too few slots or blocks for all of them.
+        """
+        most = group.lead.max_total_tokens
+        if len(group.lead.tokens) >= most:
+            raise NeverFitsError(f"{len(group.lead.tokens)} tokens leave no room within {most}")
+        width = group.record.sampling.beam_width
+        if width > self.config.max_num_seqs:
+            raise NeverFitsError(
+                f"{width} beams are more than the {self.config.max_num_seqs} sequences that run at once"
+            )
+        if group.blocks_at_most(self.config.block_size) > self.config.num_blocks:
+            raise NeverFitsError(f"{width} beams of {most} tokens do not fit into the whole KV cache")
+        self._groups.append(group)
+        for member in group.members:
+            self._enlist(member)
+            self.waiting.push(member)
+
+    def abort_beams(self, group: BeamGroup) -> bool:
+        """End a search wherever it is; its blocks are free at once. False when it is over already."""
+        if group not in self._groups:
+            return False
+        self._groups.remove(group)
+        for member in group.members:
+            self._withdraw(member)
+            self._end(member)
+        return True
+
+    def beams_logged(self, group: BeamGroup) -> None:
+        """The decision of a search is in the log: it goes on, or is over."""
+        if group not in self._groups or group.decided is None:
+            return
+        if group.search.is_over:
+            self.abort_beams(group)
+            return
+        self.tidy()
+        parents = group.members
+        blocks = {one.uid: self.table.blocks(one).copy() for one in parents if one.state is State.RUNNING}
+        pairs = group.next_members()
+        for parent, child in pairs:
+            self._enlist(child)
+            child.arrival, child.preemptions = parent.arrival, parent.preemptions
+            self.prefix_cache.inherit(child, parent)
+            self.pool.acquire(blocks.get(parent.uid, _NONE).tolist())
+        for parent in parents:
+            self._withdraw(parent)
+            self._end(parent)
+        for parent, child in pairs:
+            self._succeed(child, blocks.get(parent.uid, _NONE))
+
+    def _succeed(self, child: Sequence, blocks: Int32Array) -> None:
+        """A beam goes on with its parent's blocks, to which it has references, if there are any and it finds a slot."""
+        if not len(blocks) or not self.table.num_free:
+            self.pool.release(blocks.tolist())
+            self.waiting.push(child)
+            return
+        computed = len(child.tokens) - 1
+        slot = self.seat(child, blocks, computed)
+        row = self.table.row(child)
+        child.state = State.RUNNING
+        self.table.prefill_end[row] = computed
+        self.table.shares_tail[row] = bool(computed % self.config.block_size)
+        self._seated[child.uid] = child.placed(slot, blocks, computed)
 
     def abort(self, sequence: Sequence) -> bool:
         """End a sequence wherever it is; its blocks are free at once. False when it has ended already."""
@@ -177,15 +250,27 @@ class Scheduler:
         if len(self._sent) > self.config.run_ahead:
             return None
         self.pool.now = self.host.pool.now = self.step + 1
-        draft, preempted = self._grant_running()
-        if not preempted and self.table.num_free and self.waiting.peek() is not None:
-            self.tidy()
-            admission = Admission(self, self.config.max_num_batched_tokens - draft.num_tokens)
-            admission.run()
-            draft.admit(admission.admitted, admission.grants)
-        if not draft.num_rows and not self.host.has_moves:
-            return None
-        return self._send(draft)
+        while True:
+            draft, preempted = self._grant_running()
+            if not preempted and self.table.num_free and self.waiting.peek() is not None:
+                self.tidy()
+                admission = Admission(self, self.config.max_num_batched_tokens - draft.num_tokens)
+                admission.run()
+                draft.admit(admission.admitted, admission.grants)
+            if draft.num_rows or self.host.has_moves:
+                return self._send(draft)
+            if self._sent or not self._stir():
+                return None
+
+    def _stir(self) -> bool:
+        """Nothing moves: is it because beams that wait for their siblings hold what those need? Then one lets go."""
+        idle = [
+            one for one in self.table.running if is_idle(one) and one.beams is not None and one.beams.decided is None
+        ]
+        if not idle or self.waiting.peek() is None:
+            return False
+        self._preempt(self.waiting.victim(idle))
+        return True
 
     def commit(self, result: StepResult) -> None:
         """Take the result of the oldest unacknowledged plan in.
@@ -197,7 +282,7 @@ class Scheduler:
         check_result(result, (self.term, self.epoch), self._sent, self._sequences)
         plan = self._sent.popleft()
         self.acknowledged = plan.step
-        self.stats.generated_tokens += len(result.tokens)
+        self.stats.generated_tokens += len(result.tokens) - len(result.scores)
         commit_tokens(plan, result, self.table, self._sequences)
         if plan.fills is not None and self.prefix_cache.enabled:
             self._note_fills(plan, result)
@@ -208,6 +293,8 @@ class Scheduler:
         self._learn_costs(plan, result)
         if plan.moves is not None:
             self._settle_moves(plan)
+        if plan.beams is not None:
+            self._commit_beams(plan, plan.beams, result)
         if result.ends.any():
             for sample in result.ends.nonzero()[0].tolist():
                 self._end_by_executor(int(plan.sample_uids[sample]), EndReason(int(result.ends[sample])), plan.step)
@@ -260,11 +347,11 @@ class Scheduler:
 
     def _growth(self, rows: Rows, counts: Int32Array) -> tuple[npt.NDArray[np.intp], Int32Array]:
         """Rows that need more blocks, and how many each."""
-        missing = self.table.planned[rows] + counts - self.table.capacity[rows]
+        missing: Int32Array = self.table.planned[rows] + counts - self.table.capacity[rows]
         places = (missing > 0).nonzero()[0]
         if not len(places):
             return places, _NONE
-        growing = places if isinstance(rows, slice) else rows[places]
+        growing: npt.NDArray[np.intp] = places if isinstance(rows, slice) else rows[places]
         return growing, -(-missing[places] // np.int32(self.config.block_size))
 
     def _forked(self, rows: Rows) -> npt.NDArray[np.intp]:
@@ -278,10 +365,13 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         """Just letting go: the references drop, the tokens stay, and it waits at its old place."""
         self._leave(victim)
-        victim.state = State.WAITING
         victim.preemptions += 1
         self.stats.preemptions += 1
-        self.waiting.push(victim)
+        if is_idle(victim):
+            victim.state = State.IDLE
+        else:
+            victim.state = State.WAITING
+            self.waiting.push(victim)
         self.note(Preempted(victim, self.step))
 
     def preempt_all(self) -> None:
@@ -313,7 +403,8 @@ class Scheduler:
         samples = Samples.of(table, draft)
         forks, late = self._fork_followers(draft, samples)
         fills = draft.advance(self.pool.generation, size, self.step)
-        samples.advance(table, self.step)
+        beams = samples.beams(table) if self._groups else None
+        samples.advance(table, self.step, beams)
         prompt_tokens = self._note_chunks(draft)
         if isinstance(self.waiting, FairQueue):
             decoding = (draft.starts >= table.prefill_end[draft.rows]).astype(np.float64)
@@ -336,12 +427,15 @@ class Scheduler:
                 num_tokens=draft.num_tokens,
                 prompt_tokens=prompt_tokens,
                 fills=fills,
+                beams=beams,
                 forks=tuple(forks),
                 late=tuple(late),
                 moves=moves,
             )
         )
         released, self._released = self._released, []
+        draft.admitted += self._seated.values()
+        self._seated.clear()
         return draft.build((self.term, self.epoch, self.step), released, samples, self._copy_on_write.take(), moves)
 
     def _fork_followers(self, draft: Draft, samples: Samples) -> tuple[list[Fork], list[Sequence]]:
@@ -409,6 +503,19 @@ class Scheduler:
             sequences = [None if row in unsound else one for row, one in zip(rows, sequences, strict=True)]
         self._publisher.add(plan, sequences)
 
+    def _commit_beams(self, plan: SentPlan, beams: npt.NDArray[np.bool_], result: StepResult) -> None:
+        for sample, candidates in split_candidates(result, beams):
+            sequence = self._sequences.get(int(plan.sample_uids[sample]))
+            if sequence is None or sequence.beams is None:
+                continue
+            if sequence.state is State.WAITING:
+                # Let go meanwhile; there is nothing left to compute.
+                self.waiting.remove(sequence)
+                sequence.state = State.IDLE
+            event = sequence.beams.answer(sequence, candidates)
+            if event is not None:
+                self.note(BeamStep(sequence.beams, event))
+
     def _learn_costs(self, plan: SentPlan, result: StepResult) -> None:
         timings = result.timings
         restored = plan.moves.num_restored if plan.moves is not None else 0
@@ -434,6 +541,10 @@ class Scheduler:
         sequence = self._sequences.get(uid)
         if sequence is None:
             return
+        if sequence.beams is not None:
+            self.abort_beams(sequence.beams)
+            self.note(BeamFailed(sequence.beams))
+            return
         self._withdraw(sequence)
         if reason in (EndReason.STOP, EndReason.LENGTH):
             self.forecast.observe(len(sequence.tokens) - sequence.output_start)
@@ -444,7 +555,8 @@ class Scheduler:
         """Give slot and blocks back; the executor hears of it with the next plan."""
         # Blocks go back in the order of their worth, so their content must be known first.
         self.tidy()
-        self._released.append(sequence.slot)
+        if self._seated.pop(sequence.uid, None) is None:
+            self._released.append(sequence.slot)
         self.pool.release(self.table.leave(sequence).tolist())
 
     def _end(self, sequence: Sequence) -> None:
@@ -488,6 +600,13 @@ class Scheduler:
         following = {one.uid for one in self._families.followers()}
         if not by_state[State.FOLLOWING] <= late | following or not following <= by_state[State.FOLLOWING]:
             raise IntegrityError("somebody follows nobody")
+        members = {one.uid: one for group in self._groups for one in group.members}
+        if any(self._sequences.get(uid) is not one for uid, one in members.items()) or any(
+            uid not in members for uid, one in self._sequences.items() if one.beams is not None
+        ):
+            raise IntegrityError("beam searches and their sequences disagree")
+        if any(not is_idle(self._sequences[uid]) for uid in by_state[State.IDLE]):
+            raise IntegrityError("a beam that has not been computed waits for nothing")
         if not self._sequences and not self._sent and pool.num_used:
             raise IntegrityError("blocks are referenced although nothing runs")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import NewSequence
 from octavo_shared.records import Int32Array, RequestRecord, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo_scheduler.core.beam_groups import BeamGroup
 
 NO_SLOT = -1
 
@@ -22,6 +26,8 @@ class State(Enum):
     # Pages it will start on are on their way from the host to the device.
     RESTORING = "restoring"
     RUNNING = "running"
+    # A beam that has been computed and has no slot; it waits for its siblings.
+    IDLE = "idle"
     ENDED = "ended"
 
 
@@ -35,6 +41,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "attempt",
+        "beams",
         "chain",
         "choice",
         "last_step",
@@ -74,6 +81,8 @@ class Sequence:
         # The last plan that named it, as of when it had a slot.
         self.last_step = 0
         self.preemptions = 0
+        # The search it is a hypothesis of.
+        self.beams: BeamGroup | None = None
         # How often pages were restored for it since it last had a slot.
         self.restores = 0
 
