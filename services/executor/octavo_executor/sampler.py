@@ -43,7 +43,7 @@ class Sampler:
 
         Twice as many as the beam is wide, or as many as have a probability above zero; None where the row cannot be used.
         """
-        wanted = np.minimum(2 * self._state.beam_width[slots].astype(np.int64), logits.shape[1]).astype(np.int32)
+        wanted = np.minimum(2 * self._state.beam_width[slots], logits.shape[1]).astype(np.int32)
         scored = self._kernels.candidates(logits, self._rows(slots), torch.from_numpy(wanted), int(wanted.max()))
         ids, logprobs = scored.ids.numpy(), scored.logprobs.numpy()
         return [
