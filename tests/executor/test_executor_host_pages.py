@@ -145,10 +145,10 @@ def test_restored_pages_serve_like_their_originals(maker: PlanMaker, theirs: Any
 def test_a_restored_page_read_too_early_would_be_found_out(folder: Path, theirs: Any) -> None:
     """What the test above relies on: with a slow copy engine, a row in the restoring plan itself reads old content."""
     prompt = random_tokens(45, 1)
-    prompt_in_time, late = (
+    in_time, late = (
         PlanMaker(make_runner(folder, host_pages=HOST_PAGES, host=kind)) for kind in (HostPages, LateHostPages)
     )
-    first, resumed = run_on_restored_pages(prompt_in_time, prompt, restored_before=False)
+    first, resumed = run_on_restored_pages(in_time, prompt, restored_before=False)
     assert first.tokens + resumed.tokens == greedy(theirs, prompt, 12)
     _, broken = run_on_restored_pages(late, prompt, restored_before=False)
     assert broken.outputs[-1].problem is not None
