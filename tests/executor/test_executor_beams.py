@@ -159,6 +159,7 @@ def test_a_beam_that_is_not_finite_ends_alone(maker: PlanMaker, theirs: Any) -> 
     assert output.result.sample_counts.tolist() == [0, 6]
     assert output.result.ends.tolist() == [EndReason.ERROR, EndReason.NONE]
     assert output.rows == ()
+    assert maker.runner.state.ended[[bad.slot, good.slot]].tolist() == [True, False]
     check(split(output)[1], raw_logits(theirs, prompt), 6)
     nothing = maker.admit([5, 6], replace(BEAM, logit_bias=tuple((i, -math.inf) for i in range(VOCAB))))
     assert maker.step((nothing, 2)).result.ends.tolist() == [EndReason.ERROR]

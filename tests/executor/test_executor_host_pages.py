@@ -8,45 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from late_pages import LateHostPages
 from plan_maker import PlanMaker, Running, ints, make_runner, moves
 from tiny_models import random_tokens, save_tiny_model
 from torch import Tensor
 
 from octavo_executor.batch import PlanError
 from octavo_executor.host_pages import HostPages
-from octavo_executor.kv_cache import KvCache
 from octavo_executor.runner import Runner
 from octavo_executor.serve import load_model
-from octavo_kernels import Kernels
 from octavo_shared.plan import PageMoves
 from octavo_shared.records import SamplingParams
 from octavo_shared.settings import ExecutorSettings, SettingError, load_settings
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 HOST_PAGES = 9
-
-
-class LateHostPages(HostPages):
-    """A copy engine that takes its time: nothing has moved until the last moment, when ``finish`` returns."""
-
-    def __init__(self, cache: KvCache, kernels: Kernels, num_pages: int) -> None:
-        super().__init__(cache, kernels, num_pages)
-        self._late: list[tuple[bool, Tensor, Tensor]] = []
-
-    def copy_out(self, source: Tensor, destination: Tensor) -> None:
-        self._late.append((True, source, destination))
-
-    def restore(self, source: Tensor, destination: Tensor) -> None:
-        self._late.append((False, source, destination))
-
-    def finish(self) -> float:
-        late, self._late = self._late, []
-        for out, source, destination in late:
-            if out:
-                super().copy_out(source, destination)
-            else:
-                super().restore(source, destination)
-        return super().finish()
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +145,10 @@ def test_restored_pages_serve_like_their_originals(maker: PlanMaker, theirs: Any
 def test_a_restored_page_read_too_early_would_be_found_out(folder: Path, theirs: Any) -> None:
     """What the test above relies on: with a slow copy engine, a row in the restoring plan itself reads old content."""
     prompt = random_tokens(45, 1)
-    prompt_in_time, late = (
+    in_time, late = (
         PlanMaker(make_runner(folder, host_pages=HOST_PAGES, host=kind)) for kind in (HostPages, LateHostPages)
     )
-    first, resumed = run_on_restored_pages(prompt_in_time, prompt, restored_before=False)
+    first, resumed = run_on_restored_pages(in_time, prompt, restored_before=False)
     assert first.tokens + resumed.tokens == greedy(theirs, prompt, 12)
     _, broken = run_on_restored_pages(late, prompt, restored_before=False)
     assert broken.outputs[-1].problem is not None

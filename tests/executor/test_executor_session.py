@@ -200,6 +200,25 @@ def test_what_is_logged_comes_by_itself_when_nothing_runs(loaded: Runner, valkey
             assert end.next() == Logged(1, i + 1)
 
 
+def test_what_is_logged_is_told_though_the_next_step_fails(loaded: Runner, valkey: str, tmp_path: Path) -> None:
+    """News that came while a step ran, whose result never said so."""
+    with attached(loaded, valkey, tmp_path) as (end, line):
+
+        def before(plan: StepPlan) -> None:
+            if plan.step == 1:
+                line.wait_for_news()
+            else:
+                line.wait_until_logged(1)
+                raise MemoryError("no more of it")
+
+        line.before = before
+        end.say(Welcome(1, 1), *make_plans(loaded, 2))
+        assert end.next().step == 1
+        failure = end.next()
+        assert (failure.step, failure.failed, failure.logged_step) == (2, True, 0)
+        assert end.next() == Logged(1, 1)
+
+
 def test_a_new_epoch_hears_nothing_of_the_old_one(loaded: Runner, valkey: str, tmp_path: Path) -> None:
     with attached(loaded, valkey, tmp_path) as (end, line):
         line.before = lambda plan: line.wait_for_news() if plan.epoch == 1 else None

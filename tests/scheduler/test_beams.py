@@ -89,7 +89,7 @@ def test_ended_ones_are_ranked_by_penalised_score_and_the_best_are_kept() -> Non
         # Without a penalty -1.2 is less than -1.1, however long.
         (HEURISTIC, 0.0, True),
         (NEVER, 0.0, True),
-        # -1.0, -1.1 * 2: length is bad, and NEVER does not count on the greatest one.
+        # -1.0 and -1.1 * 2, against -1.2 * 2.
         (HEURISTIC, -1.0, True),
         (NEVER, -1.0, True),
     ],
@@ -102,6 +102,25 @@ def test_when_it_is_over(early_stopping: EarlyStopping, penalty: float, over: bo
     if over:
         assert event.end is EndReason.STOP
         assert event.tokens == ()
+
+
+def test_a_penalty_on_length_counts_the_present_one() -> None:
+    """Kept: -4 and -1.1 * 2; what lives has -1.2 * 2 now, and would have -1.2 * 8 at the greatest length."""
+    beams = search(early_stopping=NEVER, length_penalty=-1.0)
+    beams.advance([row((1, -1.0), (EOS, -4.0), (2, -5.0))])
+    beams.advance([row((EOS, -0.1), (3, -0.2)), row((4, -3.0))])
+    assert not beams.is_over
+
+
+def test_among_equals_the_earlier_stays_ahead_and_nothing_is_waited_for() -> None:
+    beams = search(length_penalty=0.0, early_stopping=NEVER)
+    beams.advance([row((1, -0.5), (EOS, -1.0), (2, -2.0))])
+    event = beams.advance([row((3, -0.25), (EOS, -0.5)), row((4, -3.0))])
+    assert (event.ranking, beams.is_over) == ((0, 1), False)
+    beams = search(length_penalty=0.0, early_stopping=NEVER)
+    beams.advance([row((1, -0.5), (EOS, -1.0), (2, -2.0))])
+    event = beams.advance([row((EOS, -1.0), (3, -1.0)), row((4, -3.0))])
+    assert (event.ranking, beams.is_over) == ((0, 1), True)
 
 
 def test_the_longest_output_ends_everything_in_the_first_places() -> None:
@@ -182,6 +201,7 @@ def test_penalties_beyond_measure_break_nothing(penalty: float, mode: EarlyStopp
         beams.advance([row((EOS, -0.0), (steps + 10, -0.5), (3, -1.0))] * len(beams.live))
         steps += 1
     assert steps <= 8
+    assert rules(length_penalty=penalty).rank(-0.0, 5) in (-math.inf, 0.0)
 
 
 def test_rules_of_a_request() -> None:

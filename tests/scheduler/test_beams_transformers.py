@@ -135,9 +135,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
-def cases(eos: frozenset[int], min_tokens: int = 0) -> Iterator[tuple[list[int], BeamRules]]:
+def cases(eos: frozenset[int], min_tokens: int = 0, rounds: int = 1) -> Iterator[tuple[list[int], BeamRules]]:
     rng = np.random.default_rng(sum(eos) + 1)
-    for index, (width, penalty, mode) in enumerate(itertools.product(WIDTHS, PENALTIES, EarlyStopping)):
+    every = itertools.product(range(rounds), WIDTHS, PENALTIES, EarlyStopping)
+    for index, (_, width, penalty, mode) in enumerate(every):
         prompt = rng.integers(0, VOCAB, 1 + index % 7).tolist()
         yield (
             prompt,
@@ -161,7 +162,7 @@ STOP_NAMES = ["none", "2", "17", "19", "two", "four", "ten"]
 @pytest.mark.parametrize("eos", STOP_IDS, ids=STOP_NAMES)
 def test_replayed_decisions_are_the_same(tiny: Any, eos: frozenset[int]) -> None:
     ended_early = 0
-    for prompt, rules in cases(eos):
+    for prompt, rules in cases(eos, rounds=3):
         expected, steps = theirs(tiny, prompt, rules)
         assert replayed(rules, steps) == expected, rules
         ended_early += len(steps) < rules.max_output_tokens

@@ -236,6 +236,20 @@ def test_log_probabilities_go_with_their_hypotheses() -> None:
     assert log.get(1, 1).logprobs == [probs(6), probs(7)]
 
 
+def test_every_token_has_its_log_probabilities_or_none_has() -> None:
+    probs = TokenLogprobs(-1.0, 1)
+    log = folded(step(0, [(0, 5), (0, 6)], logprobs=(probs, probs)))
+    for void in (
+        step(1, [(0, 7)]),
+        step(1, [(0, 7)], logprobs=(probs,), finished=(BeamEnd(1, 2, -1.0, STOP),), ranking=(0,)),
+        step(1, [], finished=(BeamEnd(1, 2, -1.0, STOP),), ranking=(0,), end=STOP),
+    ):
+        assert log.apply(void) == ()
+    assert log.beams[1].position == 1
+    log.apply(step(1, [(0, 7)], logprobs=(probs,), finished=(BeamEnd(1, 2, -1.0, STOP, probs),), ranking=(0,)))
+    assert log.beams[1].position == 2
+
+
 def test_one_open_choice_carries_the_search_in_a_snapshot() -> None:
     log = folded(step(0, [(0, 5), (0, 6)]), fence(0, Attempt(1, 2), EndReason.ABORT))
     states = list(log.snapshots())

@@ -61,7 +61,7 @@ class BatchState:
         self.biased = np.zeros(max_seqs, bool)
         self.logprobs = np.full(max_seqs, -1, np.int32)  # -1: none wanted
         self.prompt_logprobs = np.full(max_seqs, -1, np.int32)  # -1: none wanted with the next output
-        self.beam_width = np.zeros(max_seqs, np.int32)  # 0: tokens are drawn
+        self.beam_width = np.zeros(max_seqs, np.int64)  # 0: tokens are drawn
         self.sequences: list[Sequence | None] = [None] * max_seqs
 
     @property

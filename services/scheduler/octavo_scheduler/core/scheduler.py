@@ -352,7 +352,8 @@ class Scheduler:
         if not len(places):
             return places, _NONE
         growing: npt.NDArray[np.intp] = places if isinstance(rows, slice) else rows[places]
-        return growing, -(-missing[places] // np.int32(self.config.block_size))
+        need: Int32Array = -(-missing[places] // np.int32(self.config.block_size))
+        return growing, need
 
     def _forked(self, rows: Rows) -> npt.NDArray[np.intp]:
         """Rows that write into a block that others may hold."""
