@@ -357,7 +357,7 @@ class Scheduler:
 
     def _forked(self, rows: Rows) -> npt.NDArray[np.intp]:
         """Rows that write into a block that others may hold."""
-        flagged = self.table.shares_tail[rows].nonzero()[0]
+        flagged: npt.NDArray[np.intp] = self.table.shares_tail[rows].nonzero()[0]
         if isinstance(rows, slice):
             return flagged
         found: npt.NDArray[np.intp] = rows[flagged]
