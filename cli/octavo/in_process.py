@@ -64,7 +64,7 @@ class InProcess:
         if record.sampling.beam_width:
             rules = BeamRules.of(record, config.eos_token_ids, config.max_model_len)
             search = BeamSearch(rules, record.id.serial, Attempt(self.core.term, 1))
-            self.core.add_beams(BeamGroup.of(record, 1, search, config.max_model_len))
+            self.core.beams.add(BeamGroup.of(record, 1, search, config.max_model_len))
         else:
             self.core.add([Sequence(record, i, 1, config.max_model_len) for i in range(record.n)])
 
@@ -73,7 +73,7 @@ class InProcess:
         for event in events:
             if isinstance(event, BeamStep):
                 self.fold.apply(event.event)
-                self.core.beams_logged(event.group)
+                self.core.beams.logged(event.group)
 
 
 def as_event(row: OutputRow, term: int) -> TokenEvent:

@@ -38,7 +38,7 @@ class Searches:
         search = BeamSearch(rules, live.record.id.serial, attempt, standing.beams)
         group = BeamGroup.of(live.record, live.attempt_n, search, config.max_model_len)
         if not search.is_at_limit:
-            engine.core.add_beams(group)
+            engine.core.beams.add(group)
         live.beams = group
         self._service.observer.arrived(group.lead)
         live.sequences = [group.lead]
@@ -68,9 +68,9 @@ class Searches:
             return
         if event.end:
             service.observer.left(live.sequences[0], event.end)
-            engine.core.abort_beams(group)
+            engine.core.beams.end(group)
             for choice in sorted(live.open - live.ending):
                 service.close(record.id, choice)
         else:
-            engine.core.beams_logged(group)
+            engine.core.beams.logged(group)
         service.pump(engine)

@@ -199,7 +199,7 @@ class SchedulerService:
         if live.beams is None or live.open - live.ending - fenced:
             return
         if engine is not None:
-            engine.core.abort_beams(live.beams)
+            engine.core.beams.end(live.beams)
         self.observer.left(live.sequences[0], reason)
         live.suspend()
 

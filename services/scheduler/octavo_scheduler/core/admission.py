@@ -10,7 +10,7 @@ from octavo_scheduler.core.events import Admitted
 from octavo_scheduler.core.forecast import peak_blocks
 from octavo_scheduler.core.host_tier import worth_restoring
 from octavo_scheduler.core.prefix_cache import Hit
-from octavo_scheduler.core.sequence import Sequence, State
+from octavo_scheduler.core.sequence import Sequence
 from octavo_scheduler.core.waiting import PROMPT_COST, FairQueue
 from octavo_shared.plan import NewSequence
 from octavo_shared.records import Int32Array
@@ -112,7 +112,7 @@ class Admission:
         blocks = np.concatenate([cached, core.pool.allocate(num_new_blocks)])
         start, num_tokens = len(cached) * self._block_size, len(sequence.tokens)
         slot = core.seat(sequence, blocks, start)
-        sequence.state, sequence.restores = State.RUNNING, 0
+        sequence.restores = 0
         if sequence.beams is not None and num_tokens == sequence.output_start:
             sequence.beams.cached_tokens = start
         if core.prefix_cache.enabled:

@@ -15,15 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo_scheduler.core.beams import BeamSearch, Candidates
-from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.core.errors import NeverFitsError
+from octavo_scheduler.core.events import BeamStep
+from octavo_scheduler.core.sequence import Sequence, State
 from octavo_shared.fold_beams import BeamEvent
-from octavo_shared.plan import StepResult
-from octavo_shared.records import RequestRecord
+from octavo_shared.plan import NO_INTS, NewSequence, StepResult
+from octavo_shared.records import Int32Array, RequestRecord
+
+if TYPE_CHECKING:
+    from octavo_scheduler.core.in_flight import SentPlan
+    from octavo_scheduler.core.scheduler import Scheduler
 
 
 @dataclass(slots=True, eq=False)
@@ -103,3 +110,113 @@ def split_candidates(result: StepResult, beams: npt.NDArray[np.bool_]) -> Iterat
     for sample in (of_beams > 0).nonzero()[0].tolist():
         token, score, count = int(first[sample]), int(first_score[sample]), int(counts[sample])
         yield sample, Candidates(result.tokens[token : token + count], result.scores[score : score + count])
+
+
+class BeamGroups:
+    """The searches of a core."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        self._groups: list[BeamGroup] = []
+        # Members that have taken slots and of which no plan has told yet, by uid.
+        self.seated: dict[int, NewSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[BeamGroup]:
+        return iter(self._groups)
+
+    def __contains__(self, group: BeamGroup) -> bool:
+        return group in self._groups
+
+    def add(self, group: BeamGroup) -> None:
+        """Let the hypotheses of a search wait.
+
+        Raises:
+            NeverFitsError: they have no room for another output, or there are too few slots or blocks for all of them.
+        """
+        config, most = self._core.config, group.lead.max_total_tokens
+        width = group.record.sampling.beam_width
+        if len(group.lead.tokens) >= most:
+            raise NeverFitsError(f"{len(group.lead.tokens)} tokens leave no room within {most}")
+        if width > config.max_num_seqs:
+            raise NeverFitsError(f"{width} beams are more than the {config.max_num_seqs} sequences that run at once")
+        if group.blocks_at_most(config.block_size) > config.num_blocks:
+            raise NeverFitsError(f"{width} beams of {most} tokens do not fit into the whole KV cache")
+        self._groups.append(group)
+        for member in group.members:
+            self._core.enlist(member)
+            self._core.waiting.push(member)
+
+    def end(self, group: BeamGroup) -> bool:
+        """A search is over, or nobody wants it; its blocks are free at once. False when it is gone already."""
+        if group not in self._groups:
+            return False
+        self._groups.remove(group)
+        for member in group.members:
+            self._core.abort(member)
+        return True
+
+    def logged(self, group: BeamGroup) -> None:
+        """The decision of a search is in the log: it goes on, or is over."""
+        if group not in self._groups or group.decided is None:
+            return
+        if group.search.is_over:
+            self.end(group)
+            return
+        core = self._core
+        # What the parents have computed is named before their children go on from it.
+        core.tidy()
+        parents = group.members
+        blocks = {one.uid: core.table.blocks(one).copy() for one in parents if one.state is State.RUNNING}
+        pairs = [(blocks.get(parent.uid, NO_INTS), parent, child) for parent, child in group.next_members()]
+        for shared, parent, child in pairs:
+            core.enlist(child)
+            child.arrival, child.preemptions = parent.arrival, parent.preemptions
+            core.prefix_cache.inherit(child, parent)
+            core.pool.acquire(shared.tolist())
+        for parent in parents:
+            core.abort(parent)
+        for shared, _, child in pairs:
+            self._succeed(child, shared)
+
+    def _succeed(self, child: Sequence, blocks: Int32Array) -> None:
+        """A member goes on with its parent's blocks, to which it has references, if there are any and it finds a slot."""
+        core, table = self._core, self._core.table
+        if not len(blocks) or not table.num_free:
+            core.pool.release(blocks.tolist())
+            core.waiting.push(child)
+            return
+        computed = len(child.tokens) - 1
+        slot = core.seat(child, blocks, computed)
+        row = table.row(child)
+        table.prefill_end[row] = computed
+        table.shares_tail[row] = bool(computed % core.config.block_size)
+        self.seated[child.uid] = child.placed(slot, blocks, computed)
+
+    def take_seated(self) -> list[NewSequence]:
+        """Members that the plan being made has to tell of."""
+        seated = list(self.seated.values())
+        self.seated.clear()
+        return seated
+
+    def commit(self, plan: SentPlan, result: StepResult) -> None:
+        """Candidates have come: they are noted, and decided on where they are the last of a step."""
+        assert plan.beams is not None
+        for sample, candidates in split_candidates(result, plan.beams):
+            sequence = self._core.find(int(plan.sample_uids[sample]))
+            if sequence is None or sequence.beams is None:
+                continue
+            if sequence.state is State.WAITING:
+                # Let go meanwhile; there is nothing left to compute.
+                self._core.waiting.remove(sequence)
+                sequence.state = State.IDLE
+            event = sequence.beams.answer(sequence, candidates)
+            if event is not None:
+                self._core.note(BeamStep(sequence.beams, event))
+
+    def idle(self) -> list[Sequence]:
+        """Members that hold a slot and wait for siblings that are still to be computed."""
+        running = self._core.table.running
+        return [one for one in running if is_idle(one) and one.beams is not None and one.beams.decided is None]

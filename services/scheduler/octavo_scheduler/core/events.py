@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from octavo_scheduler.core.beam_groups import BeamGroup
 from octavo_scheduler.core.sequence import Sequence
 from octavo_shared.fold_beams import BeamEvent
 from octavo_shared.records import EndReason
+
+if TYPE_CHECKING:
+    from octavo_scheduler.core.beam_groups import BeamGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """A search has decided; the decision has to be logged before it goes on (``Scheduler.beams_logged``)."""
+    """A search has decided; the decision has to be logged before it goes on (``BeamGroups.logged``)."""
 
     group: BeamGroup
     event: BeamEvent

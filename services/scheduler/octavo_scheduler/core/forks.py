@@ -8,15 +8,22 @@ too (rule R5). Whoever writes into a block that others hold copies it first; the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo_scheduler.core.block_pool import BlockPool
+from octavo_scheduler.core.events import Admitted, Chunk
+from octavo_scheduler.core.in_flight import Fork
 from octavo_scheduler.core.sequence import Sequence, State
 from octavo_scheduler.core.slots import SlotTable
 from octavo_shared.plan import PageMoves
 from octavo_shared.records import Int32Array
+
+if TYPE_CHECKING:
+    from octavo_scheduler.core.draft import Draft, Samples
+    from octavo_scheduler.core.scheduler import Scheduler
 
 
 class Families:
@@ -68,6 +75,42 @@ class Families:
         heir.state = State.WAITING
         self.form(heir, followers[1:])
         return heir
+
+
+def fork_followers(core: Scheduler, draft: Draft, samples: Samples) -> tuple[list[Fork], list[Sequence]]:
+    """Followers of leaders whose prompt a plan completes: those that find a slot are forked, the others are late."""
+    forks: list[Fork] = []
+    late: list[Sequence] = []
+    if not len(core.families):
+        return forks, late
+    # From the end, since each fork moves the samples behind it.
+    for place, uid in reversed(list(enumerate(samples.uids.tolist()))):
+        if not core.families.leads(uid):
+            continue
+        leader, room = core.sequence(uid), core.table.num_free
+        followers = core.families.release(uid)
+        children = followers[:room]
+        late += followers[room:]
+        forks += [Fork(leader, child) for child in children]
+        rows = [_fork(core, draft, samples.of_row[place], leader, child) for child in children]
+        samples.insert(place + 1, rows, core.table)
+    return forks, late
+
+
+def _fork(core: Scheduler, draft: Draft, place: int, leader: Sequence, child: Sequence) -> int:
+    """The child takes a slot on the blocks of its leader, which computes in the plan's row ``place``; returns its own."""
+    table = core.table
+    blocks = table.blocks(leader).copy()
+    num_tokens = len(child.tokens)
+    core.pool.acquire(blocks.tolist())
+    slot = core.seat(child, blocks, num_tokens)
+    if num_tokens % core.config.block_size:
+        table.shares_tail[[table.row(leader), table.row(child)]] = 1
+    # As of before the forward pass it has what its leader has.
+    draft.admitted.append(child.placed(slot, blocks, int(draft.starts[place])))
+    core.note(Admitted(child, core.step, num_tokens, num_tokens))
+    core.note(Chunk(child, core.step, num_tokens, 0, last=True))
+    return table.row(child)
 
 
 class CopyOnWrite:

@@ -14,7 +14,10 @@ import numpy as np
 from octavo_scheduler.core.block_pool import BlockPool, Content
 from octavo_scheduler.core.prefix_cache import Hit
 from octavo_scheduler.core.sequence import Sequence
-from octavo_shared.plan import NO_MOVES, PageMoves
+from octavo_shared.plan import NO_MOVES, PageMoves, StepTimings
+
+# A step with fewer prompt tokens says more about its fixed cost than about theirs.
+LEAST_PREFILL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,14 @@ class MoveCosts:
 
     restore_s_per_block: float = 0.0
     prefill_s_per_token: float = 0.0
+
+    def learn(self, timings: StepTimings, *, restored_blocks: int, prompt_tokens: int, num_tokens: int) -> None:
+        """A step that restored pages or computed ``num_tokens``, of prompts ``prompt_tokens``, took so long."""
+        if restored_blocks and timings.restore_s > 0:
+            self.observe_restore(restored_blocks, timings.restore_s)
+        # Only steps that are mostly prefill tell what a prompt token costs.
+        if timings.forward_s > 0 and prompt_tokens >= max(LEAST_PREFILL, num_tokens // 2):
+            self.observe_prefill(num_tokens, timings.forward_s)
 
     def observe_restore(self, blocks: int, seconds: float) -> None:
         """``blocks`` pages were restored in ``seconds``."""

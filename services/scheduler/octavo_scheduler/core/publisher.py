@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from octavo_scheduler.core.in_flight import SentPlan
 from octavo_scheduler.core.prefix_cache import PrefixCache
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence
 from octavo_scheduler.core.slots import SlotTable
+from octavo_shared.records import Int32Array
 
 
 class _Batch(NamedTuple):
@@ -28,8 +30,17 @@ class Publisher:
         self._bytes = block_size * 4
         self._batches: list[_Batch] = []
 
-    def add(self, plan: SentPlan, sequences: list[Sequence | None]) -> None:
-        """The fills of ``plan`` have been computed, by these sequences (one per fill)."""
+    def add(self, plan: SentPlan, sample_counts: Int32Array, alive: Mapping[int, Sequence]) -> None:
+        """The fills of ``plan`` have been computed; ``sample_counts`` int32[samples] came of it. ``alive`` is by uid."""
+        fills = plan.fills
+        if fills is None or not self._cache.enabled:
+            return
+        sequences = [alive.get(uid) for uid in plan.uids[fills.row].tolist()]
+        if not sample_counts.all():
+            # A row that could not be sampled (its logits were not numbers) leaves pages nobody should read.
+            unsound = set(plan.sampled[sample_counts == 0].tolist())
+            rows = fills.row.tolist()
+            sequences = [None if row in unsound else one for row, one in zip(rows, sequences, strict=True)]
         self._batches.append(_Batch(plan, sequences))
 
     def forget(self) -> None:

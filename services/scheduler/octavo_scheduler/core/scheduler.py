@@ -16,28 +16,29 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo_scheduler.core.admission import Admission
-from octavo_scheduler.core.beam_groups import BeamGroup, is_idle, split_candidates
+from octavo_scheduler.core.beam_groups import BeamGroups, is_idle
 from octavo_scheduler.core.block_pool import BlockPool
 from octavo_scheduler.core.commit import check_result, commit_tokens
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.draft import Draft, Samples
-from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
-from octavo_scheduler.core.events import Admitted, BeamFailed, BeamStep, Chunk, Ended, Event, Preempted
+from octavo_scheduler.core.errors import NeverFitsError
+from octavo_scheduler.core.events import BeamFailed, Chunk, Ended, Event, Preempted
 from octavo_scheduler.core.forecast import LengthForecast
-from octavo_scheduler.core.forks import CopyOnWrite, Families
-from octavo_scheduler.core.host_tier import HostTier, MoveCosts
-from octavo_scheduler.core.in_flight import Fork, SentPlan
+from octavo_scheduler.core.forks import CopyOnWrite, Families, fork_followers
+from octavo_scheduler.core.grants import Granter
+from octavo_scheduler.core.host_tier import HostTier, MoveCosts, Moves
+from octavo_scheduler.core.in_flight import SentPlan
+from octavo_scheduler.core.integrity import check_core
 from octavo_scheduler.core.prefix_cache import Hit, PrefixCache
 from octavo_scheduler.core.publisher import Publisher
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
-from octavo_scheduler.core.slots import Rows, SlotTable
+from octavo_scheduler.core.slots import SlotTable
 from octavo_scheduler.core.stats import CoreStats
 from octavo_scheduler.core.view import KvView, Tier, view_kv
 from octavo_scheduler.core.waiting import OUTPUT_COST, FairQueue, make_queue
-from octavo_shared.plan import NewSequence, StepPlan, StepResult
+from octavo_shared.plan import StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
 
 
@@ -60,14 +61,14 @@ class Scheduler:
         self.forecast = LengthForecast()
         self.stats = CoreStats()
         self.prefix_cache = PrefixCache(config, self.pool, self.host.pool, hash_key)
-        self._families = Families()
+        self.families = Families()
+        self.beams = BeamGroups(self)
         self._copy_on_write = CopyOnWrite(self.table, self.pool, config.block_size)
+        self._granter = Granter(config, self.table, self.pool, self._copy_on_write)
         self._publisher = Publisher(self.prefix_cache, self.table, config.block_size)
         self._sequences: dict[int, Sequence] = {}
-        self._restoring: dict[int, int] = {}
-        self._groups: list[BeamGroup] = []
-        # Beams that have taken slots and of which no plan has told yet, by uid.
-        self._seated: dict[int, NewSequence] = {}
+        # Sequences whose pages are being restored: blocks that each will need beside those, by uid.
+        self.restoring: dict[int, int] = {}
         self._sent: deque[SentPlan] = deque()
         self._released: list[int] = []
         self._events: list[Event] = []
@@ -90,7 +91,7 @@ class Scheduler:
                 raise NeverFitsError(f"{sequence.max_total_tokens} tokens do not fit into the whole KV cache")
         alike: list[Sequence] = []
         for sequence in sequences:
-            self._enlist(sequence)
+            self.enlist(sequence)
             # Those resumed with outputs of their own have no more than the prompt in common: the prefix cache knows it.
             if len(sequence.tokens) == sequence.output_start:
                 alike.append(sequence)
@@ -98,80 +99,14 @@ class Scheduler:
                 sequence.state = State.WAITING
                 self.waiting.push(sequence)
         if alike:
-            self._families.form(alike[0], alike[1:])
+            self.families.form(alike[0], alike[1:])
 
-    def _enlist(self, sequence: Sequence) -> None:
+    def enlist(self, sequence: Sequence) -> None:
+        """A sequence becomes one of this core's; where it waits is for the caller to say."""
         sequence.uid = sequence.arrival = self._next_uid
         self._next_uid += 1
         sequence.root = self.prefix_cache.root_of(sequence.record)
         self._sequences[sequence.uid] = sequence
-
-    def add_beams(self, group: BeamGroup) -> None:
-        """Let the hypotheses of a beam search wait.
-
-        Raises:
-            NeverFitsError: they have no room for another output, or there are too few slots or blocks for all of them.
-        """
-        most = group.lead.max_total_tokens
-        if len(group.lead.tokens) >= most:
-            raise NeverFitsError(f"{len(group.lead.tokens)} tokens leave no room within {most}")
-        width = group.record.sampling.beam_width
-        if width > self.config.max_num_seqs:
-            raise NeverFitsError(
-                f"{width} beams are more than the {self.config.max_num_seqs} sequences that run at once"
-            )
-        if group.blocks_at_most(self.config.block_size) > self.config.num_blocks:
-            raise NeverFitsError(f"{width} beams of {most} tokens do not fit into the whole KV cache")
-        self._groups.append(group)
-        for member in group.members:
-            self._enlist(member)
-            self.waiting.push(member)
-
-    def abort_beams(self, group: BeamGroup) -> bool:
-        """End a search wherever it is; its blocks are free at once. False when it is over already."""
-        if group not in self._groups:
-            return False
-        self._groups.remove(group)
-        for member in group.members:
-            self._withdraw(member)
-            self._end(member)
-        return True
-
-    def beams_logged(self, group: BeamGroup) -> None:
-        """The decision of a search is in the log: it goes on, or is over."""
-        if group not in self._groups or group.decided is None:
-            return
-        if group.search.is_over:
-            self.abort_beams(group)
-            return
-        self.tidy()
-        parents = group.members
-        blocks = {one.uid: self.table.blocks(one).copy() for one in parents if one.state is State.RUNNING}
-        pairs = group.next_members()
-        for parent, child in pairs:
-            self._enlist(child)
-            child.arrival, child.preemptions = parent.arrival, parent.preemptions
-            self.prefix_cache.inherit(child, parent)
-            self.pool.acquire(blocks.get(parent.uid, _NONE).tolist())
-        for parent in parents:
-            self._withdraw(parent)
-            self._end(parent)
-        for parent, child in pairs:
-            self._succeed(child, blocks.get(parent.uid, _NONE))
-
-    def _succeed(self, child: Sequence, blocks: Int32Array) -> None:
-        """A beam goes on with its parent's blocks, to which it has references, if there are any and it finds a slot."""
-        if not len(blocks) or not self.table.num_free:
-            self.pool.release(blocks.tolist())
-            self.waiting.push(child)
-            return
-        computed = len(child.tokens) - 1
-        slot = self.seat(child, blocks, computed)
-        row = self.table.row(child)
-        child.state = State.RUNNING
-        self.table.prefill_end[row] = computed
-        self.table.shares_tail[row] = bool(computed % self.config.block_size)
-        self._seated[child.uid] = child.placed(slot, blocks, computed)
 
     def abort(self, sequence: Sequence) -> bool:
         """End a sequence wherever it is; its blocks are free at once. False when it has ended already."""
@@ -186,7 +121,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-        self._restoring.pop(sequence.uid, None)
+        self.restoring.pop(sequence.uid, None)
 
     @property
     def num_running(self) -> int:
@@ -205,8 +140,8 @@ class Scheduler:
 
     @property
     def restoring_blocks(self) -> int:
-        """Blocks that sequences whose pages are being restored will need beside those pages."""
-        return sum(self._restoring.values())
+        """Blocks that sequences whose pages are being restored will need beside those pages, in all."""
+        return sum(self.restoring.values())
 
     @property
     def sent(self) -> list[SentPlan]:
@@ -228,6 +163,14 @@ class Scheduler:
         if sequence.slot == NO_SLOT:
             return len(sequence.tokens)
         return int(self.table.known[self.table.row(sequence)])
+
+    def sequence(self, uid: int) -> Sequence:
+        """A sequence that has not ended."""
+        return self._sequences[uid]
+
+    def find(self, uid: int) -> Sequence | None:
+        """A sequence, unless it has ended."""
+        return self._sequences.get(uid)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -262,11 +205,17 @@ class Scheduler:
             if self._sent or not self._stir():
                 return None
 
+    def _grant_running(self) -> tuple[Draft, bool]:
+        """Tokens for running sequences, with the blocks they need; and whether somebody had to be preempted for that."""
+        preempted = False
+        while (grant := self._granter.propose()).num_blocks > self.pool.num_free:
+            self._preempt(self.waiting.victim(self.table.running))
+            preempted = True
+        return self._granter.carry_out(grant), preempted
+
     def _stir(self) -> bool:
         """Nothing moves: is it because beams that wait for their siblings hold what those need? Then one lets go."""
-        idle = [
-            one for one in self.table.running if is_idle(one) and one.beams is not None and one.beams.decided is None
-        ]
+        idle = self.beams.idle()
         if not idle or self.waiting.peek() is None:
             return False
         self._preempt(self.waiting.victim(idle))
@@ -284,17 +233,21 @@ class Scheduler:
         self.acknowledged = plan.step
         self.stats.generated_tokens += len(result.tokens) - len(result.scores)
         commit_tokens(plan, result, self.table, self._sequences)
-        if plan.fills is not None and self.prefix_cache.enabled:
-            self._note_fills(plan, result)
+        self._publisher.add(plan, result.sample_counts, self._sequences)
         for fork in plan.forks:
             # Its parent's blocks up to the fork are published now, if ever.
             self.tidy()
             self.prefix_cache.inherit(fork.child, fork.parent)
-        self._learn_costs(plan, result)
+        self.costs.learn(
+            result.timings,
+            restored_blocks=plan.moves.num_restored if plan.moves is not None else 0,
+            prompt_tokens=plan.prompt_tokens,
+            num_tokens=plan.num_tokens,
+        )
         if plan.moves is not None:
-            self._settle_moves(plan)
+            self._settle_moves(plan.moves)
         if plan.beams is not None:
-            self._commit_beams(plan, plan.beams, result)
+            self.beams.commit(plan, result)
         if result.ends.any():
             for sample in result.ends.nonzero()[0].tolist():
                 self._end_by_executor(int(plan.sample_uids[sample]), EndReason(int(result.ends[sample])), plan.step)
@@ -304,64 +257,6 @@ class Scheduler:
     def tidy(self) -> None:
         """What need not be done before the next plan is sent: hash and publish the blocks that steps have filled."""
         self._publisher.publish()
-
-    # --- grants ---
-
-    def _grant_running(self) -> tuple[Draft, bool]:
-        """Tokens for running sequences, with the blocks they need; and whether somebody had to be preempted for that."""
-        preempted = False
-        while True:
-            rows, counts = self._grants()
-            growing, need = self._growth(rows, counts)
-            forked = self._forked(rows)
-            copies = self._copy_on_write.copies_needed(forked) if len(forked) else 0
-            total = int(need.sum()) + copies
-            if total <= self.pool.num_free:
-                break
-            self._preempt(self.waiting.victim(self.table.running))
-            preempted = True
-        draft = Draft(self.table, rows, counts)
-        if len(need):
-            blocks = self.pool.allocate(total - copies)
-            draft.grow(self.table.grow(growing, need, blocks), blocks)
-        if len(forked):
-            self._copy_on_write.diverge(forked)
-        return draft, preempted
-
-    def _grants(self) -> tuple[Rows, Int32Array]:
-        """Rows of the slot table that compute, and how many tokens each."""
-        table, n = self.table, len(self.table)
-        budget = self.config.max_num_batched_tokens
-        expected = table.expected[:n]
-        behind = expected - table.planned[:n]
-        # Who has all the tokens it may have waits for its end.
-        behind[expected >= table.max_total[:n]] = 0
-        if self.config.long_prefill_token_threshold:
-            np.minimum(behind, self.config.long_prefill_token_threshold, out=behind)
-        if int(behind.sum()) > budget:
-            behind = _share(behind, budget)
-        if behind.all():
-            return slice(0, n), behind
-        rows = behind.nonzero()[0]
-        return rows, behind[rows]
-
-    def _growth(self, rows: Rows, counts: Int32Array) -> tuple[npt.NDArray[np.intp], Int32Array]:
-        """Rows that need more blocks, and how many each."""
-        missing: Int32Array = self.table.planned[rows] + counts - self.table.capacity[rows]
-        places = (missing > 0).nonzero()[0]
-        if not len(places):
-            return places, _NONE
-        growing: npt.NDArray[np.intp] = places if isinstance(rows, slice) else rows[places]
-        need: Int32Array = -(-missing[places] // np.int32(self.config.block_size))
-        return growing, need
-
-    def _forked(self, rows: Rows) -> npt.NDArray[np.intp]:
-        """Rows that write into a block that others may hold."""
-        flagged: npt.NDArray[np.intp] = self.table.shares_tail[rows].nonzero()[0]
-        if isinstance(rows, slice):
-            return flagged
-        found: npt.NDArray[np.intp] = rows[flagged]
-        return found
 
     def _preempt(self, victim: Sequence) -> None:
         """Just letting go: the references drop, the tokens stay, and it waits at its old place."""
@@ -384,6 +279,7 @@ class Scheduler:
 
     def seat(self, sequence: Sequence, blocks: Int32Array, num_computed: int) -> int:
         """A sequence takes a slot with its blocks, ``num_computed`` of its tokens being there; returns the slot."""
+        sequence.state = State.RUNNING
         tenant = self.waiting.tenant_of(sequence) if isinstance(self.waiting, FairQueue) else 0
         return self.table.take(sequence, blocks, num_computed, tenant)
 
@@ -393,7 +289,7 @@ class Scheduler:
         self.host.restore(sequence, hit)
         sequence.state = State.RESTORING
         sequence.restores += 1
-        self._restoring[sequence.uid] = total - len(hit.device) - len(hit.beyond)
+        self.restoring[sequence.uid] = total - len(hit.device) - len(hit.beyond)
 
     # --- sending ---
 
@@ -402,9 +298,9 @@ class Scheduler:
         table, size = self.table, self.config.block_size
         self.step += 1
         samples = Samples.of(table, draft)
-        forks, late = self._fork_followers(draft, samples)
+        forks, late = fork_followers(self, draft, samples)
         fills = draft.advance(self.pool.generation, size, self.step)
-        beams = samples.beams(table) if self._groups else None
+        beams = samples.beams(table) if len(self.beams) else None
         samples.advance(table, self.step, beams)
         prompt_tokens = self._note_chunks(draft)
         if isinstance(self.waiting, FairQueue):
@@ -435,44 +331,8 @@ class Scheduler:
             )
         )
         released, self._released = self._released, []
-        draft.admitted += self._seated.values()
-        self._seated.clear()
+        draft.admitted += self.beams.take_seated()
         return draft.build((self.term, self.epoch, self.step), released, samples, self._copy_on_write.take(), moves)
-
-    def _fork_followers(self, draft: Draft, samples: Samples) -> tuple[list[Fork], list[Sequence]]:
-        """Followers of leaders whose prompt this plan completes: those that find a slot are forked, the others are late."""
-        forks: list[Fork] = []
-        late: list[Sequence] = []
-        if not len(self._families):
-            return forks, late
-        for place, uid in reversed(list(enumerate(samples.uids.tolist()))):
-            if not self._families.leads(uid):
-                continue
-            leader = self._sequences[uid]
-            followers = self._families.release(uid)
-            room = self.table.num_free
-            late += followers[room:]
-            children = followers[:room]
-            forks += [Fork(leader, child) for child in children]
-            rows = [self._fork(draft, samples.of_row[place], leader, child) for child in children]
-            samples.insert(place + 1, rows, self.table)
-        return forks, late
-
-    def _fork(self, draft: Draft, place: int, leader: Sequence, child: Sequence) -> int:
-        """The child takes a slot on the leader's blocks; returns its row."""
-        blocks = self.table.blocks(leader).copy()
-        num_tokens = len(child.tokens)
-        self.pool.acquire(blocks.tolist())
-        slot = self.seat(child, blocks, num_tokens)
-        child.state = State.RUNNING
-        if num_tokens % self.config.block_size:
-            self.table.shares_tail[[self.table.row(leader), self.table.row(child)]] = 1
-        # As of before the forward pass it has what its leader has.
-        start = int(draft.starts[place])
-        draft.admitted.append(child.placed(slot, blocks, start))
-        self.note(Admitted(child, self.step, num_tokens, num_tokens))
-        self.note(Chunk(child, self.step, num_tokens, 0, last=True))
-        return self.table.row(child)
 
     def _note_chunks(self, draft: Draft) -> int:
         """Events for rows that prefill; returns how many prompt tokens they compute."""
@@ -492,44 +352,9 @@ class Scheduler:
 
     # --- commit ---
 
-    def _note_fills(self, plan: SentPlan, result: StepResult) -> None:
-        fills = plan.fills
-        assert fills is not None
-        uids = plan.uids[fills.row].tolist()
-        sequences = [self._sequences.get(uid) for uid in uids]
-        if not result.sample_counts.all():
-            # A row that could not be sampled (its logits were not numbers) leaves pages nobody should read.
-            unsound = set(plan.sampled[result.sample_counts == 0].tolist())
-            rows = fills.row.tolist()
-            sequences = [None if row in unsound else one for row, one in zip(rows, sequences, strict=True)]
-        self._publisher.add(plan, sequences)
-
-    def _commit_beams(self, plan: SentPlan, beams: npt.NDArray[np.bool_], result: StepResult) -> None:
-        for sample, candidates in split_candidates(result, beams):
-            sequence = self._sequences.get(int(plan.sample_uids[sample]))
-            if sequence is None or sequence.beams is None:
-                continue
-            if sequence.state is State.WAITING:
-                # Let go meanwhile; there is nothing left to compute.
-                self.waiting.remove(sequence)
-                sequence.state = State.IDLE
-            event = sequence.beams.answer(sequence, candidates)
-            if event is not None:
-                self.note(BeamStep(sequence.beams, event))
-
-    def _learn_costs(self, plan: SentPlan, result: StepResult) -> None:
-        timings = result.timings
-        restored = plan.moves.num_restored if plan.moves is not None else 0
-        if restored and timings.restore_s > 0:
-            self.costs.observe_restore(restored, timings.restore_s)
-        # Only steps that are mostly prefill tell what a prompt token costs.
-        if timings.forward_s > 0 and plan.prompt_tokens >= max(self.config.block_size, plan.num_tokens // 2):
-            self.costs.observe_prefill(plan.num_tokens, timings.forward_s)
-
-    def _settle_moves(self, plan: SentPlan) -> None:
-        assert plan.moves is not None
-        for sequence in self.host.settle(plan.moves):
-            if self._restoring.pop(sequence.uid, None) is not None:
+    def _settle_moves(self, moves: Moves) -> None:
+        for sequence in self.host.settle(moves):
+            if self.restoring.pop(sequence.uid, None) is not None:
                 sequence.last_step = 0
                 self._let_wait(sequence)
 
@@ -543,7 +368,7 @@ class Scheduler:
         if sequence is None:
             return
         if sequence.beams is not None:
-            self.abort_beams(sequence.beams)
+            self.beams.end(sequence.beams)
             self.note(BeamFailed(sequence.beams))
             return
         self._withdraw(sequence)
@@ -556,14 +381,14 @@ class Scheduler:
         """Give slot and blocks back; the executor hears of it with the next plan."""
         # Blocks go back in the order of their worth, so their content must be known first.
         self.tidy()
-        if self._seated.pop(sequence.uid, None) is None:
+        if self.beams.seated.pop(sequence.uid, None) is None:
             self._released.append(sequence.slot)
         self.pool.release(self.table.leave(sequence).tolist())
 
     def _end(self, sequence: Sequence) -> None:
         sequence.state = State.ENDED
         del self._sequences[sequence.uid]
-        heir = self._families.leave(sequence)
+        heir = self.families.leave(sequence)
         if heir is not None:
             self.waiting.push(heir)
 
@@ -575,50 +400,10 @@ class Scheduler:
             sequence.num_findable = -1
         return self.prefix_cache.reset()
 
-    # --- integrity ---
-
     def check_integrity(self) -> None:
         """Verify every invariant that ties the parts together.
 
         Raises:
             IntegrityError: the first breach found.
         """
-        table, pool, host = self.table, self.pool, self.host.pool
-        table.check_integrity()
-        on_device, on_host = self.host.holds([plan.moves for plan in self._sent if plan.moves is not None])
-        held = np.bincount(np.array(on_device, np.int64), minlength=pool.num_blocks)
-        pool.check_integrity(table.references(pool.num_blocks) + held)
-        host.check_integrity(np.bincount(np.array(on_host, np.int64), minlength=host.num_blocks))
-        running = {sequence.uid for sequence in table.running}
-        by_state: dict[State, set[int]] = {state: set() for state in State}
-        for uid, sequence in self._sequences.items():
-            by_state[sequence.state].add(uid)
-        if running != by_state[State.RUNNING] or {one.uid for one in self.waiting} != by_state[State.WAITING]:
-            raise IntegrityError("slots, the waiting queue and the states of sequences disagree")
-        if set(self._restoring) != by_state[State.RESTORING]:
-            raise IntegrityError("sequences whose pages are restored and the states disagree")
-        late = {one.uid for plan in self._sent for one in plan.late}
-        following = {one.uid for one in self._families.followers()}
-        if not by_state[State.FOLLOWING] <= late | following or not following <= by_state[State.FOLLOWING]:
-            raise IntegrityError("somebody follows nobody")
-        members = {one.uid: one for group in self._groups for one in group.members}
-        if any(self._sequences.get(uid) is not one for uid, one in members.items()) or any(
-            uid not in members for uid, one in self._sequences.items() if one.beams is not None
-        ):
-            raise IntegrityError("beam searches and their sequences disagree")
-        if any(not is_idle(self._sequences[uid]) for uid in by_state[State.IDLE]):
-            raise IntegrityError("a beam that has not been computed waits for nothing")
-        if not self._sequences and not self._sent and pool.num_used:
-            raise IntegrityError("blocks are referenced although nothing runs")
-
-
-def _share(behind: Int32Array, budget: int) -> Int32Array:
-    """Grants int32[n] for rows that are ``behind`` int32[n] tokens behind: those one behind first, then in order."""
-    order = np.argsort(behind > 1, kind="stable")
-    before = np.cumsum(behind[order]) - behind[order]
-    grants = np.empty_like(behind)
-    grants[order] = np.clip(budget - before, 0, behind[order])
-    return grants
-
-
-_NONE: Int32Array = np.empty(0, np.int32)
+        check_core(self)
