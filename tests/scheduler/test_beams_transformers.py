@@ -113,12 +113,19 @@ def on_its_own(model: Any, prompt: list[int], rules: BeamRules) -> tuple[Outcome
     return found, min([closest, *(after - before for before, after in itertools.pairwise(ranks))])
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A random Llama of few tokens, so that each of them comes often."""
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Others need the processor too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield save_tiny_model(
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A random Llama of few tokens, so that each of them comes often."""
+    return save_tiny_model(
         "llama",
         tmp_path_factory.mktemp("beams"),
         vocab_size=VOCAB,
@@ -132,7 +139,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         eos_token_id=None,
         pad_token_id=None,
     )
-    torch.set_num_threads(threads)
 
 
 def cases(eos: frozenset[int], min_tokens: int = 0, rounds: int = 1) -> Iterator[tuple[list[int], BeamRules]]:
@@ -216,7 +222,7 @@ def test_on_the_default_model_it_finds_the_same() -> None:
                 BeamRules(
                     width=width,
                     n=width,
-                    max_output_tokens=10,
+                    max_output_tokens=7,
                     length_penalty=penalty,
                     early_stopping=list(EarlyStopping)[(index + index // 3) % 3],
                     stop_ids=ends,

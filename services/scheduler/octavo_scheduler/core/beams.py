@@ -15,7 +15,8 @@ version 5.24), for one prompt:
 
 Totals that are equal are decided by the lower parent, then the lower token id (transformers leaves it to ``torch.topk``);
 among ended ones the earlier stays ahead. Where transformers would go on with copies of the prompt that have a score of
--1e9, because there are fewer candidates than beams, there are simply fewer beams here.
+-1e9, because there are fewer candidates than beams, there are simply fewer beams here. What a minimum length, a penalty or a
+bias does to log-probabilities happens before they come here: executors normalise them after it, transformers does not.
 
 One request's walk::
 
