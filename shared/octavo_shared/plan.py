@@ -25,8 +25,9 @@ log-probabilities, appends and ends nothing, and writes nothing into the log. Wh
 they come back as new sequences.
 
 **Page moves.** Within a phase a page is a destination once; among ``copies`` it is never a source too. The scheduler lets
-nothing compute on a restored page before the plan that restores it is acknowledged, and gives neither side of a move
-between the tiers to anything else before then: executors may carry these out beside the forward pass.
+nothing compute on a restored page, and gives no host page to another use, before the plan that moves it is acknowledged:
+executors may carry moves between the tiers out beside the forward pass. A device page that is copied out may be written by
+later phases of the very same plan, since that is why it is saved; what writes to it has to wait for the copy.
 
 The executor knows a slot's newest token before the scheduler does (run-ahead), so a plan may say "one more" for a
 sequence that has ended meanwhile. Such a row is skipped and its sample count is 0.

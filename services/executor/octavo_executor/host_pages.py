@@ -23,7 +23,8 @@ class HostPages:
     Moves are begun by ``copy_out`` and ``restore`` and done when ``finish`` returns, which is before the step's result is
     sent. Here they are done at once. A device with a copy engine overrides these three: pinned memory from its own
     ``Kernels.empty``, the moves on a stream of their own that waits for the one of the step before, ``finish`` waiting for
-    it. The forward pass need not wait, since no row of the same plan touches a page of such a move.
+    it. The forward pass need not wait for restores, whose pages no row of the same plan touches; it has to wait for copies out
+    of pages that the plan hands out again.
     """
 
     def __init__(self, cache: KvCache, kernels: Kernels, num_pages: int) -> None:
