@@ -62,6 +62,8 @@ class BlockPool:
         # Beside its own token ids each block keeps whom its content continues. Both are compared, so that a collision of
         # hashes cannot leak, however far up the chain it lies.
         self._digest: list[bytes | None] = [None] * num_blocks
+        self._named = bytearray(num_blocks)
+        self.named: npt.NDArray[np.bool_] = np.frombuffer(self._named, np.bool_)
         self.number: Int64Array = np.zeros(num_blocks, np.int64)
         self.parent: Int64Array = np.zeros(num_blocks, np.int64)
         self.tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
@@ -170,6 +172,7 @@ class BlockPool:
             return False
         self._by_digest[content.digest] = block
         self._digest[block] = content.digest
+        self._named[block] = True
         self.number[block] = content.number
         self.parent[block] = content.parent
         self.depth[block] = content.depth
@@ -195,6 +198,7 @@ class BlockPool:
         if digest is not None:
             del self._by_digest[digest]
             self._digest[block] = None
+            self._named[block] = False
 
     def check_integrity(self, references: Int64Array) -> None:
         """Compare with the references that are really held, int64[num_blocks].
@@ -212,5 +216,7 @@ class BlockPool:
             raise IntegrityError("a block is in two places or in none")
         if any(self._digest[block] != digest for digest, block in self._by_digest.items()):
             raise IntegrityError("the cache names a block with other content")
-        if len(self._by_digest) != sum(digest is not None for digest in self._digest):
+        if self.named.tolist() != [digest is not None for digest in self._digest]:
+            raise IntegrityError("the column of named blocks is wrong")
+        if len(self._by_digest) != int(self.named.sum()):
             raise IntegrityError("a named block cannot be found")

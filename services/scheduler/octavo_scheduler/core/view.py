@@ -10,8 +10,8 @@ import numpy as np
 from octavo_shared.records import Int32Array
 
 if TYPE_CHECKING:
-    from octavo_scheduler.core.block_pool import BlockPool
     from octavo_scheduler.core.scheduler import Scheduler
+    from octavo_scheduler.core.sequence import Sequence
 
 Tier = Literal["device", "host"]
 # By number: nobody refers to it and its content is unknown; nobody refers to it but it can be found; somebody does.
@@ -70,7 +70,7 @@ def view_kv(core: Scheduler, start: int, count: int, tier: Tier = "device") -> K
     start = min(max(start, 0), pool.num_blocks)
     stop = min(start + max(count, 0), pool.num_blocks)
     window = slice(start, stop)
-    named = np.array([pool.is_named(block) for block in range(start, stop)], bool)
+    named = pool.named[window]
     references = pool.refcount[window]
     state = np.where(references > 0, 2, np.where(named, 1, 0))
     filled = np.where(named, pool.block_size, 0).astype(np.int32)
@@ -92,25 +92,30 @@ def view_kv(core: Scheduler, start: int, count: int, tier: Tier = "device") -> K
 
 
 def _mark_owners(core: Scheduler, start: int, stop: int, filled: Int32Array, owners: list[list[str]]) -> None:
-    size = core.config.block_size
-    for row, sequence in enumerate(core.table.running):
-        blocks = core.table.blocks(sequence)
-        places = np.flatnonzero((blocks >= start) & (blocks < stop))
-        if not len(places):
-            continue
-        inside = np.clip(int(core.table.planned[row]) - places * size, 0, size)
-        at = blocks[places] - start
-        filled[at] = np.maximum(filled[at], inside)
-        name = f"{sequence.request_id}/{sequence.choice}"
-        for block in at.tolist():
-            owners[block].append(name)
+    table, size = core.table, core.config.block_size
+    if not len(table):
+        return
+    counts = table.capacity[: len(table)] // size
+    blocks = np.concatenate([table.blocks(sequence) for sequence in table.running])
+    places = np.flatnonzero((blocks >= start) & (blocks < stop))
+    row = np.searchsorted(np.cumsum(counts), places, side="right")
+    index = places - (np.cumsum(counts) - counts)[row]
+    at = blocks[places] - start
+    np.maximum.at(filled, at, np.clip(table.planned[row] - index * size, 0, size).astype(np.int32))
+    names = {number: _name(table.running[number]) for number in set(row.tolist())}
+    for block, number in zip(at.tolist(), row.tolist(), strict=True):
+        owners[block].append(names[number])
+
+
+def _name(sequence: Sequence) -> str:
+    return f"{sequence.request_id}/{sequence.choice}"
 
 
 def kv_totals(core: Scheduler) -> KvTotals:
     """The sums over the whole pool."""
     pool, host, size = core.pool, core.host.pool, core.config.block_size
     active = pool.num_used
-    cached_free = pool.num_cached - _named_and_used(pool)
+    cached_free = int((pool.named & (pool.refcount == 0)).sum())
     n = len(core.table)
     references = int(pool.refcount.sum())
     restored = sum(plan.moves.num_restored for plan in core.sent if plan.moves is not None)
@@ -128,7 +133,3 @@ def kv_totals(core: Scheduler) -> KvTotals:
         internal_waste_tokens=int((core.table.capacity[:n] - core.table.planned[:n]).sum()),
         reserved_tokens=restored * size,
     )
-
-
-def _named_and_used(pool: BlockPool) -> int:
-    return sum(pool.is_named(block) for block in pool.refcount.nonzero()[0].tolist())
