@@ -44,7 +44,11 @@ class NoAnswerError(RuntimeError):
 
 
 class AskRefusedError(RuntimeError):
-    """The scheduler did answer: that it cannot say, and why."""
+    """The scheduler did answer: that it cannot say, and why. ``status`` is what HTTP calls it."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ControlChannel:
@@ -81,7 +85,7 @@ class ControlChannel:
             raise NoAnswerError(f"the scheduler did not answer within {timeout_s:g} s")
         answer = json.loads(reply[1])
         if "error" in answer:
-            raise AskRefusedError(answer["error"])
+            raise AskRefusedError(answer["error"], answer.get("status", 400))
         return answer["result"]
 
     async def read(self, *, block_s: float) -> Ask | None:
@@ -103,15 +107,16 @@ class ControlChannel:
             raise MalformedEntryError(str(error)) from error
         return None if late else ask
 
-    async def answer(self, ask: Ask, result: Any = None, *, error: str = "") -> None:
+    async def answer(self, ask: Ask, result: Any = None, *, refusal: AskRefusedError | None = None) -> None:
         """Answer a question: with something JSON can carry, or with why it cannot be answered.
 
         Raises:
             redis.exceptions.RedisError: Redis is out of reach.
         """
         key = self._keys.answer(ask.id)
+        reply = {"result": result} if refusal is None else {"error": str(refusal), "status": refusal.status}
         async with self._client.pipeline(transaction=True) as pipe:
-            pipe.rpush(key, json.dumps({"error": error} if error else {"result": result}).encode())
+            pipe.rpush(key, json.dumps(reply))
             pipe.expire(key, ANSWER_TTL_S)
             await pipe.execute()
 

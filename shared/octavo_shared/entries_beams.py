@@ -96,6 +96,8 @@ def beams_to_proto(beams: BeamFold) -> log_pb2.BeamState:
     first = everyone[0]
     message = log_pb2.BeamState(
         choices=beams.n,
+        term=beams.attempt.term,
+        n=beams.attempt.n,
         shared=pack_ints(first.tokens[:shared]),
         live=(_hypothesis_to_proto(one, shared) for one in beams.live),
         kept=(_hypothesis_to_proto(one, shared) for one in beams.kept),
@@ -117,7 +119,7 @@ def beams_from_proto(message: log_pb2.BeamState) -> BeamFold:
     live, kept = (
         tuple(_hypothesis_from_proto(one, shared, known) for one in side) for side in (message.live, message.kept)
     )
-    beams = BeamFold(message.choices, live, kept)
+    beams = BeamFold(message.choices, Attempt(message.term, message.n), live, kept)
     if not live or not beams.is_sound or not 0 < message.choices <= MAX_CHOICES:
         raise MalformedEntryError("the state of a beam search that cannot be")
     return beams

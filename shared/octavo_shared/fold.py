@@ -14,12 +14,15 @@ The rules, per choice:
 The choices of a request that is answered by beam search have one story, told by the scheduler step by step
 (``fold_beams``), until they end:
 
-* A beam step counts iff its attempt is the current one and it follows the state before it; there is no overlap to trim. A
-  request that has no attempt yet takes the first one that speaks at position 0. Every open choice then has the tokens
-  that are certain; the last step gives each its own hypothesis and its end.
-* A fence without an end that counts for one choice is for all that are open: the search is one. A fence with an end ends
-  the choice that it names and nothing else: the search goes on for the others, under the same attempt, and the
-  hypothesis that would have been the choice's goes to nobody.
+* A beam step counts iff its attempt is the search's current one and it follows the state before it; there is no overlap to
+  trim. A search that has none yet takes the greatest attempt of its open choices; where these have none either, all take
+  the first one that speaks at position 0. After a step every open choice has the tokens that are certain; the last step
+  gives each its own hypothesis and its end.
+* Whether a fence counts depends, as ever, on those that named the same choice before. One without an end that counts is
+  for the search: its attempt becomes the current one if it is greater. One with an end ends the choice that it names and
+  nothing else: the search goes on for the others, under the attempt it had, and the hypothesis that would have been the
+  choice's goes to nobody. (So an end that was decided before a resumption, but comes after its fences, still counts: these
+  named the other choices only.)
 * Tokens of executors count for nothing once a search has begun, nor do beam steps where tokens were before.
 """
 
@@ -204,38 +207,37 @@ class LogFold:
         changed = ((event.choice, choice),) if choice.apply(event) else NOTHING
         if isinstance(event, SnapshotEvent) and event.beams is not None:
             self.beams[serial] = event.beams
-        return changed + self._follow(event, bool(changed)) if serial in self.beams else changed
-
-    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> Changed:
-        """What an event for one choice means for the others of a request whose beam search goes on."""
-        serial, changed = event.serial, NOTHING
-        still_open = [pair for pair in self._choices_of(serial, self.beams[serial].n) if not pair[1].end]
-        if isinstance(event, FenceEvent) and counted and not event.end:
-            changed = tuple(pair for pair in still_open if pair[0] != event.choice)
-            for _, other in changed:
-                other.attempt = event.attempt
-        if not still_open:
-            del self.beams[serial]
+        if serial in self.beams:
+            self._follow(event, bool(changed))
         return changed
+
+    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> None:
+        """What an event for one choice means for the request's beam search."""
+        beams = self.beams[event.serial]
+        if all(choice.end for _, choice in self._choices_of(event.serial, beams.n)):
+            del self.beams[event.serial]
+        elif isinstance(event, FenceEvent) and counted and not event.end and event.attempt > beams.attempt:
+            self.beams[event.serial] = replace(beams, attempt=event.attempt)
 
     def _apply_beams(self, event: BeamEvent) -> Changed:
         serial, beams = event.serial, self.beams.get(event.serial)
         choices = self._choices_of(serial, event.n)
         still_open = [pair for pair in choices if not pair[1].end]
-        attempt = max((choice.attempt for _, choice in still_open), default=event.attempt)
-        if not still_open or (event.attempt != attempt and (attempt != NO_ATTEMPT or event.position != 0)):
-            return NOTHING
-        if beams is None and any(choice.tokens for _, choice in still_open):
-            return NOTHING
-        after = (beams or BeamFold(event.n)).after(event)
+        attempt = max((choice.attempt for _, choice in still_open), default=NO_ATTEMPT)
+        if beams is None:
+            if not still_open or any(choice.tokens for _, choice in still_open):
+                return NOTHING
+            beams = BeamFold(event.n, event.attempt if attempt == NO_ATTEMPT else attempt)
+        after = beams.after(event)
         if after is None:
             return NOTHING
-        for index, choice in choices:
-            self.choices[serial, index] = choice
-        for _, choice in still_open:
-            choice.attempt = event.attempt
-            if event.position == 0:
+        if event.position == 0:
+            for index, choice in choices:
+                self.choices[serial, index] = choice
+            for _, choice in still_open:
                 choice.cached_tokens = event.cached_tokens
+                if attempt == NO_ATTEMPT:
+                    choice.attempt = event.attempt
         if event.end:
             return self._end_beams(event, after, still_open)
         self.beams[serial] = after

@@ -97,13 +97,14 @@ class BeamEvent:
 
 @dataclass(frozen=True, slots=True)
 class BeamFold:
-    """The state of one request's beam search: all that is needed to go on with it.
+    """The state of one request's beam search: all that is needed to go on with it, and the attempt that may do so.
 
     ``live`` hypotheses have the same number of tokens and are never equal; ``kept`` are the best that have ended. Both
     are in order, best first. Once the search is over none is live, and choice i is ``kept[i]``.
     """
 
     n: int
+    attempt: Attempt
     live: tuple[Hypothesis, ...] = (ROOT,)
     kept: tuple[Hypothesis, ...] = ()
 
@@ -114,7 +115,9 @@ class BeamFold:
 
     def after(self, event: BeamEvent) -> BeamFold | None:
         """The state after a step; None when the step does not follow this state (then it counts for nothing)."""
-        if event.position != self.position or event.n != self.n or not self._is_possible(event):
+        if event.attempt != self.attempt or event.position != self.position or event.n != self.n:
+            return None
+        if not self._is_possible(event):
             return None
         pool = self.kept
         if event.finished:
@@ -129,7 +132,7 @@ class BeamFold:
         logprobs = event.logprobs if event.logprobs is not None else (None,) * len(event.tokens)
         columns = zip(event.parents, event.tokens, event.scores, logprobs, strict=True)
         live = tuple(self.live[parent].extended(token, score, own) for parent, token, score, own in columns)
-        state = BeamFold(self.n, live, pool)
+        state = BeamFold(self.n, self.attempt, live, pool)
         return state if state.is_sound else None
 
     @property

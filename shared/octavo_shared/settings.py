@@ -45,23 +45,6 @@ def split_list(value: Any) -> Any:
     return value
 
 
-def split_weights(value: Any) -> Any:
-    """Read ``a=2,b=0.5`` as a mapping; mappings pass through."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.rpartition("=") for part in split_list(value)]
-    if any(not name or not weight for name, _, weight in pairs):
-        raise ValueError("must be of the form tenant=weight,...")
-    return {name.strip(): weight.strip() for name, _, weight in pairs}
-
-
-def check_weights(value: dict[str, float]) -> dict[str, float]:
-    """Refuse weights under which somebody would never have a turn."""
-    if any(not 0 < weight < float("inf") for weight in value.values()):
-        raise ValueError("a weight must be greater than 0")
-    return value
-
-
 def check_redis_url(value: str) -> str:
     """Refuse what is no Redis URL."""
     if not value.startswith(("redis://", "rediss://", "unix://")):
@@ -102,7 +85,6 @@ Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
 NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
-TenantWeights = Annotated[dict[str, float], NoDecode, BeforeValidator(split_weights), AfterValidator(check_weights)]
 KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
 AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_admin_keys)]
 Weights = Annotated[dict[str, Weight], NoDecode, BeforeValidator(parse_weights)]
@@ -178,12 +160,12 @@ class SchedulerSettings(CommonSettings):
     scheduling_policy: Literal["fcfs", "priority", "fair"] = setting(
         "fcfs", "scheduler", "Who runs first: by arrival, by the requests' priority, or the tenant that has had least."
     )
-    tenant_weights: TenantWeights = setting(
-        {}, "scheduler", "Shares under the fair policy, as tenant=weight,...; 1 for tenants not named."
+    tenant_weights: Weights = setting(
+        {}, "scheduler", "Shares under the fair policy, like t-12ab=2,t-34cd=0.5; by default every tenant has 1."
     )
     enable_prefix_caching: bool = setting(True, "cache", "Share blocks between requests with a common prefix.")
     prefix_cache_scope: Literal["global", "tenant", "request"] = setting(
-        "tenant", "cache", "Who shares blocks: everybody, the requests of one tenant, or nobody."
+        "tenant", "cache", "Who shares blocks: everyone, members of a tenant (API key), or choices of a request."
     )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(

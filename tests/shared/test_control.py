@@ -65,11 +65,12 @@ def test_a_refusal_says_why(run: Run) -> None:
         async def serve() -> None:
             ask = await control.read(block_s=5)
             assert ask is not None
-            await control.answer(ask, error="there is no such thing")
+            await control.answer(ask, refusal=AskRefusedError("there is no such thing", 503))
 
         server = asyncio.create_task(serve())
-        with pytest.raises(AskRefusedError, match="there is no such thing"):
+        with pytest.raises(AskRefusedError, match="there is no such thing") as refused:
             await control.ask("nonsense", {}, 10)
+        assert refused.value.status == 503
         await server
 
     run(scenario)

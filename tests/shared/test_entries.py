@@ -255,7 +255,7 @@ def beam_searches(draw: st.DrawFn) -> BeamFold:
         end = EndReason.NONE if index < width else draw(st.sampled_from(list(EndReason)[1:]))
         one = Hypothesis(shared + own, draw(FLOAT32), shared_logprobs + run(own), end)
         (live if index < width else kept).append(one)
-    return BeamFold(draw(st.integers(1, MAX_CHOICES)), tuple(live), tuple(kept))
+    return BeamFold(draw(st.integers(1, MAX_CHOICES)), draw(ATTEMPTS), tuple(live), tuple(kept))
 
 
 @given(st.lists(beam_searches(), min_size=1, max_size=2))
@@ -266,7 +266,7 @@ def test_searches_in_snapshots_come_back_the_same(searches: list[BeamFold]) -> N
 
 def test_what_hypotheses_start_with_is_told_once() -> None:
     shared = tuple(range(10_000))
-    beams = BeamFold(4, tuple(Hypothesis((*shared, token), -1.0) for token in range(8)))
+    beams = BeamFold(4, Attempt(1, 1), tuple(Hypothesis((*shared, token), -1.0) for token in range(8)))
     assert len(encode_snapshot([SnapshotEvent(1, 0, Attempt(1, 1), (), beams=beams)])) < 41_000
 
 
@@ -315,7 +315,9 @@ def _valid() -> list[tuple[object, bytes]]:
     )
     ended = (BeamEnd(0, 2, -1.0, EndReason.STOP, probs[0]), BeamEnd(1, NO_TOKEN, -1.0, EndReason.LENGTH))
     step = BeamEvent(1, Attempt(2, 1), 3, 2, (0, 1), (4, 5), (-1.0, -2.0), ended, (1, 0), probs)
-    beams = BeamFold(2, (Hypothesis((4, 5), -1.0, probs),), (Hypothesis((4, 6), -1.0, probs, EndReason.STOP),))
+    beams = BeamFold(
+        2, Attempt(2, 1), (Hypothesis((4, 5), -1.0, probs),), (Hypothesis((4, 6), -1.0, probs, EndReason.STOP),)
+    )
     return [
         (decode_entry, encode_beams([step])),
         (decode_entry, encode_snapshot([SnapshotEvent(1, 0, Attempt(2, 1), (4,), logprobs=probs[:1], beams=beams)])),
@@ -463,7 +465,7 @@ def _search(**changes: object) -> log_pb2.LogEntry:
 def test_the_unchanged_search_is_read() -> None:
     (event,) = decode_entry(_search().SerializeToString())
     assert isinstance(event, SnapshotEvent)
-    assert event.beams == BeamFold(1, (Hypothesis((1,), 0.0),))
+    assert event.beams == BeamFold(1, Attempt(0, 0), (Hypothesis((1,), 0.0),))
 
 
 @pytest.mark.parametrize(

@@ -179,9 +179,13 @@ def test_the_first_attempt_speaks_at_position_zero_only() -> None:
 @pytest.mark.parametrize("choice", [0, 1])
 def test_a_fence_of_any_choice_is_for_the_whole_search(choice: int) -> None:
     log = folded(step(0, [(0, 5), (0, 6)]))
-    assert [index for index, _ in log.apply(fence(choice, SECOND))] == [choice, 1 - choice]
-    assert log.apply(fence(1 - choice, SECOND)) == ()
+    assert [index for index, _ in log.apply(fence(choice, SECOND))] == [choice]
     assert log.apply(step(1, [(0, 7)])) == ()
+    before = log.beams[1]
+    log.apply(fence(1 - choice, SECOND))
+    log.apply(fence(1 - choice, SECOND))
+    log.apply(fence(1 - choice, Attempt(1, 9)))
+    assert log.beams[1] is before
     log.apply(step(1, [(1, 7)], attempt=SECOND))
     assert outputs(log) == [[6, 7], [6, 7]]
 
@@ -210,6 +214,19 @@ def test_an_end_of_one_choice_leaves_the_search_to_the_others() -> None:
         assert outputs(log) == [[] if early else [5], [5, 8, 9, 3]]
         assert ends(log) == [EndReason.ABORT, LENGTH]
         assert log.get(1, 0).problem == problem
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_end_that_comes_after_the_fences_of_a_resumption_still_counts(steps: int) -> None:
+    """The scheduler has decided it before and fences only what it means to resume."""
+    second, decided = Attempt(1, 2), fence(0, Attempt(1, 2), EndReason.ABORT)
+    log = folded(*[step(0, [(0, 5), (0, 6)])][:steps], fence(1, second))
+    log.apply(step(steps, [(0, 7), (0, 8)], attempt=second))
+    assert log.beams[1].position == steps + 1
+    assert [index for index, _ in log.apply(decided)] == [0]
+    assert ends(log) == [EndReason.ABORT, EndReason.NONE]
+    log.apply(step(steps + 1, [(0, 9)], attempt=second))
+    assert log.beams[1].position == steps + 2
 
 
 def test_a_search_without_open_choices_is_over() -> None:
@@ -282,7 +299,7 @@ PROBS = st.builds(
 
 
 @st.composite
-def steps(draw: st.DrawFn, beams: BeamFold, attempt: Attempt, asked: bool) -> BeamEvent:
+def steps(draw: st.DrawFn, beams: BeamFold, asked: bool) -> BeamEvent:
     """A step that follows ``beams``, mostly."""
     pairs = st.tuples(st.integers(0, len(beams.live) - 1), st.integers(0, 3))
     chosen = draw(st.lists(pairs, min_size=1, max_size=5, unique=True))
@@ -300,7 +317,7 @@ def steps(draw: st.DrawFn, beams: BeamFold, attempt: Attempt, asked: bool) -> Be
         ranking.insert(draw(st.integers(0, len(ranking))), index)
     return BeamEvent(
         serial=1,
-        attempt=attempt,
+        attempt=beams.attempt,
         position=beams.position,
         n=beams.n,
         parents=tuple(parent for parent, _ in live),
@@ -321,8 +338,8 @@ def logs(draw: st.DrawFn) -> list[LogEvent]:
     log, events = LogFold(), list[LogEvent]()
     for _ in range(draw(st.integers(0, 14))):
         kind = draw(st.sampled_from(["step"] * 6 + ["stale", "damaged", "again", "fence", "fence", "tokens"]))
-        current = max((log.get(1, c).attempt for c in range(n) if not log.get(1, c).end), default=NO_ATTEMPT)
-        beams = log.beams.get(1) or BeamFold(n)
+        fenced = max((log.get(1, c).attempt for c in range(n) if not log.get(1, c).end), default=NO_ATTEMPT)
+        beams = log.beams.get(1) or BeamFold(n, fenced if fenced != NO_ATTEMPT else FIRST)
         event: LogEvent
         if kind == "again" and events:
             event = draw(st.sampled_from(events))
@@ -333,7 +350,7 @@ def logs(draw: st.DrawFn) -> list[LogEvent]:
                 1, draw(st.integers(0, n - 1)), draw(ATTEMPTS), draw(st.integers(0, 3)), (1,), draw(ENDS)
             )
         else:
-            event = draw(steps(beams, current if current != NO_ATTEMPT else FIRST, asked))
+            event = draw(steps(beams, asked))
             if kind == "stale":
                 event = replace(event, attempt=draw(ATTEMPTS))
             elif kind == "damaged":
@@ -387,6 +404,10 @@ def test_every_step_keeps_the_promises(events: list[LogEvent]) -> None:
                 assert (new["tokens"], new["end"]) == (old["tokens"], old["end"])
         if isinstance(event, TokenEvent) and beams is not None:
             assert changed == ()
+        if beams is not None and 1 in log.beams:
+            assert log.beams[1].attempt >= beams.attempt
+            if isinstance(event, BeamEvent) and event.attempt != beams.attempt:
+                assert log.beams[1] is beams, "a stale attempt, or one not yet fenced in, changes nothing"
         check_certainty(log)
 
 
@@ -445,6 +466,8 @@ def test_what_a_fold_gave_away_does_not_change(events: list[LogEvent]) -> None:
         log.apply(event)
         if 1 in log.beams:
             beams = log.beams[1]
-            copy = BeamFold(beams.n, *(tuple(replace(one) for one in side) for side in (beams.live, beams.kept)))
+            copy = BeamFold(
+                beams.n, beams.attempt, *(tuple(replace(one) for one in side) for side in (beams.live, beams.kept))
+            )
             given_away.append((beams, copy))
     assert all(mine == copy for mine, copy in given_away)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -49,27 +50,25 @@ class NoCurrentAttempt(LogFold):
     """Without the rule that a beam step counts only if its attempt is the current one."""
 
     def _apply_beams(self, event: BeamEvent) -> Changed:
-        for choice in range(event.n):
-            self.get(event.serial, choice).attempt = event.attempt
+        if event.serial in self.beams:
+            self.beams[event.serial] = replace(self.beams[event.serial], attempt=event.attempt)
         return super()._apply_beams(event)
 
 
 class FenceForOneChoice(LogFold):
-    """Without the rule that a fence for one choice is for all: what it fences, another choice's attempt lets in."""
+    """Without the rule that a fence for any choice is for the search: only one for the first choice is."""
 
-    def _apply_beams(self, event: BeamEvent) -> Changed:
-        still_open = [choice for _, choice in self._choices_of(event.serial, event.n) if not choice.end]
-        if any(choice.attempt == event.attempt for choice in still_open):
-            for choice in still_open:
-                choice.attempt = event.attempt
-        return super()._apply_beams(event)
+    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> None:
+        super()._follow(event, counted and event.choice == 0)
 
-    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> Changed:
-        attempts = [self.get(event.serial, choice).attempt for choice in range(CHOICES)]
+
+class EndForAll(LogFold):
+    """Without the rule that a fence with an end leaves the search to its attempt: it silences the search."""
+
+    def _follow(self, event: FenceEvent | SnapshotEvent, counted: bool) -> None:
         super()._follow(event, counted)
-        for choice, attempt in enumerate(attempts):
-            self.get(event.serial, choice).attempt = attempt
-        return ()
+        if isinstance(event, FenceEvent) and counted and event.end and event.serial in self.beams:
+            self.beams[event.serial] = replace(self.beams[event.serial], attempt=event.attempt)
 
 
 class NoPosition(LogFold):
@@ -78,10 +77,7 @@ class NoPosition(LogFold):
     def _apply_beams(self, event: BeamEvent) -> Changed:
         beams = self.beams.get(event.serial)
         if beams is not None and event.position < beams.position:
-            event = BeamEvent(
-                event.serial, event.attempt, beams.position, event.n, event.parents, event.tokens, event.scores,
-                event.finished, event.ranking, event.logprobs, event.end,
-            )  # fmt: skip
+            event = replace(event, position=beams.position)
         return super()._apply_beams(event)
 
 
@@ -93,13 +89,14 @@ class ForgetfulSnapshot(LogFold):
             yield choice.snapshot(serial, index)
 
 
-def search(attempt: Attempt, state: BeamFold, tokens: Tokens) -> list[Entry]:
-    """What a scheduler logs that goes on from ``state``.
+def search(state: BeamFold, tokens: Tokens) -> list[Entry]:
+    """What a scheduler logs that goes on from ``state``, under the attempt there.
 
     Each step extends one hypothesis in two ways (the first scheduler the first one, the second the last one), and one ends
     on the way. The last step ends all.
     """
     entries: list[Entry] = []
+    attempt = state.attempt
     while state.live:
         chosen = 0 if attempt == OLD else len(state.live) - 1
         story = state.live[chosen].tokens
@@ -147,21 +144,27 @@ def with_retry(log: list[Entry], again: Entry | None, start: int) -> Iterator[li
 
 def worlds(fold: Callable[[], LogFold], tokens: Tokens) -> Iterator[list[Entry]]:
     """Every log the protocol can bring about, when its parties read the log through ``fold``."""
-    old = search(OLD, BeamFold(CHOICES), tokens)
+    old = search(BeamFold(CHOICES, OLD), tokens)
     ended = Attempt(OLD.term, OLD.n + 1)
     abort_one: Entry = (FenceEvent(1, 0, ended, EndReason.ABORT),)
     abort_all: Entry = tuple(FenceEvent(1, choice, ended, EndReason.ABORT) for choice in range(CHOICES))
     every_choice: Entry = tuple(FenceEvent(1, choice, NEW) for choice in range(CHOICES))
     for before, fences, aborted in itertools.product(
-        range(len(old) + 1), [every_choice[1:], every_choice], [None, abort_one]
+        range(len(old), -1, -1), [every_choice[1:], every_choice], [None, abort_one]
     ):
         log = [*old[:before], *([aborted] if aborted else []), fences]
         state = fold().apply_all(itertools.chain(*log))
         still_open = [choice for choice in range(CHOICES) if not state.get(1, choice).end]
-        new = search(NEW, state.beams.get(1) or BeamFold(CHOICES), tokens) if still_open else []
-        for last_words in ([], [abort_one], [abort_all], [(FenceEvent(1, 1, OLD),)]):
+        begin = state.beams.get(1) or BeamFold(CHOICES, NEW)
+        new = search(replace(begin, attempt=NEW), tokens) if still_open else []
+        # It may be dead, or have all of this still to say.
+        rest_of_old = [
+            [],
+            *(old[before:] + words for words in ([], [abort_one], [abort_all], [(FenceEvent(1, 1, OLD),)])),
+        ]
+        for late in rest_of_old:
             for again in [None, fences, *new[:2], *old[:before][-1:]]:
-                for rest in interleavings(old[before:] + last_words, new):
+                for rest in interleavings(late, new):
                     start = len(log) + (rest.index(again) + 1 if again in rest else 0)
                     yield from with_retry([*log, *rest], again, start)
 
@@ -201,7 +204,7 @@ def test_the_rules_keep_the_promise_in_every_interleaving() -> None:
     assert sum(1 for _ in worlds(LogFold, Tokens())) > 10_000
 
 
-@pytest.mark.parametrize("fold", [NoCurrentAttempt, FenceForOneChoice, NoPosition, ForgetfulSnapshot])
+@pytest.mark.parametrize("fold", [NoCurrentAttempt, FenceForOneChoice, EndForAll, NoPosition, ForgetfulSnapshot])
 def test_without_a_rule_it_breaks(fold: type[LogFold]) -> None:
     """If this fails, the model above no longer tests what it says."""
     assert next(faults(fold), None) is not None
@@ -209,7 +212,7 @@ def test_without_a_rule_it_breaks(fold: type[LogFold]) -> None:
 
 def test_the_model_sees_choices_grow_and_part() -> None:
     log = LogFold()
-    log.apply_all(itertools.chain(*search(OLD, BeamFold(CHOICES), Tokens())[:2]))
+    log.apply_all(itertools.chain(*search(BeamFold(CHOICES, OLD), Tokens())[:2]))
     assert len(log.get(1, 0).tokens) == 1
-    log.apply_all(itertools.chain(*search(OLD, log.beams[1], Tokens())))
+    log.apply_all(itertools.chain(*search(log.beams[1], Tokens())))
     assert log.get(1, 0).tokens != log.get(1, 1).tokens

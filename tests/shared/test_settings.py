@@ -97,7 +97,16 @@ def test_counts_are_exact(number: Decimal, suffix: tuple[str, int]) -> None:
         (GatewaySettings, "error_code_style", "both"),
         (GatewaySettings, "gateway_lease_s", "0"),
         (SchedulerSettings, "scheduling_policy", "fairly"),
+        (SchedulerSettings, "prefix_cache_scope", "user"),
+        (SchedulerSettings, "max_num_partial_prefills", "-1"),
         (SchedulerSettings, "max_queued_tokens", "-1"),
+        (SchedulerSettings, "tenant_weights", "a"),
+        (SchedulerSettings, "tenant_weights", "=2"),
+        (SchedulerSettings, "tenant_weights", "a=two"),
+        (SchedulerSettings, "tenant_weights", "a=0"),
+        (SchedulerSettings, "tenant_weights", "a=-1"),
+        (SchedulerSettings, "tenant_weights", "a=inf"),
+        (SchedulerSettings, "tenant_weights", "a=1,a=2"),
         (GatewaySettings, "admin_timeout_s", "0"),
         (SchedulerSettings, "enable_prefix_caching", "perhaps"),
         (SchedulerSettings, "max_num_seqs", "0"),
@@ -155,6 +164,23 @@ def test_settings_do_not_change() -> None:
     settings = load_settings(GatewaySettings)
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("", {}),
+        ("t-12=2", {"t-12": 2.0}),
+        (" t-12 = 2 , anonymous=0.5,", {"t-12": 2.0, "anonymous": 0.5}),
+        ("a=b=3", {"a=b": 3.0}),
+        ({"a": 1}, {"a": 1.0}),
+    ],
+)
+def test_weights(monkeypatch: pytest.MonkeyPatch, text: object, weights: dict[str, float]) -> None:
+    assert load_settings(SchedulerSettings, tenant_weights=text).tenant_weights == weights
+    if isinstance(text, str):
+        monkeypatch.setenv("OCTAVO_TENANT_WEIGHTS", text)
+        assert load_settings(SchedulerSettings).tenant_weights == weights
 
 
 def test_an_admin_key_must_not_be_an_api_key() -> None:

@@ -165,16 +165,15 @@ class Backlog:
 
     def queued_tokens(self, running: Iterable[Progress]) -> int:
         """Tokens of work still owed, given how far the running sequences are."""
-        done = 0.0
         prompts: dict[RequestId, int] = {}
+        outputs: dict[RequestId, float] = {}
         for progress in running:
-            owed = self._owed.get(progress.request_id)
+            request_id = progress.request_id
+            owed = self._owed.get(request_id)
             if owed is None:
                 continue
             # Choices share their prompt: it counts once, as far as the furthest of them is.
-            prompt = min(progress.computed_tokens, owed.prompt_tokens)
-            before = prompts.get(progress.request_id, 0)
-            prompts[progress.request_id] = max(before, prompt)
-            done += max(prompt - before, 0)
-            done += min(max(progress.computed_tokens - progress.prompt_tokens, 0), owed.tokens_per_choice)
-        return max(round(self._total - done), 0)
+            prompts[request_id] = max(prompts.get(request_id, 0), min(progress.computed_tokens, owed.prompt_tokens))
+            output = min(max(progress.computed_tokens - progress.prompt_tokens, 0), owed.tokens_per_choice)
+            outputs[request_id] = min(outputs.get(request_id, 0.0) + output, owed.tokens_per_choice * owed.choices)
+        return max(round(self._total - sum(prompts.values()) - sum(outputs.values())), 0)

@@ -14,11 +14,13 @@ import uvloop
 from redis.exceptions import RedisError
 
 from octavo_scheduler.attach import start_server
+from octavo_scheduler.control import Control
 from octavo_scheduler.intake import Intake
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.service import RETRY_S, SchedulerService
+from octavo_shared.control import ControlChannel
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
@@ -67,6 +69,7 @@ class SchedulerProcess:
                 intake.requests(),
                 intake.aborts(),
                 OrphanWatch(service, self.streams).run(),
+                Control(service, ControlChannel(self.streams)).run(),
                 self._publish(service),
                 self._keep_lease(term),
                 stop.wait(),

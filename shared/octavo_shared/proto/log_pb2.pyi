@@ -356,7 +356,7 @@ class ChoiceState(_message.Message):
     def prompt_logprobs(self) -> Global___Logprobs: ...
     @_builtins.property
     def beams(self) -> Global___BeamState:
-        """In one choice of a request whose beam search goes on; the attempt that may speak for it is that of this choice."""
+        """In one of the open choices of a request whose beam search goes on."""
 
     def __init__(
         self,
@@ -489,11 +489,16 @@ class BeamState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICES_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     choices: _builtins.int
+    term: _builtins.int
+    """The attempt that may speak for it."""
+    n: _builtins.int
     shared: _builtins.bytes
     """int32[shared]"""
     @_builtins.property
@@ -510,6 +515,8 @@ class BeamState(_message.Message):
         self,
         *,
         choices: _builtins.int = ...,
+        term: _builtins.int = ...,
+        n: _builtins.int = ...,
         shared: _builtins.bytes = ...,
         logprobs: Global___Logprobs | None = ...,
         live: _abc.Iterable[Global___Hypothesis] | None = ...,
@@ -517,7 +524,7 @@ class BeamState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "kept", b"kept", "live", b"live", "logprobs", b"logprobs", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "kept", b"kept", "live", b"live", "logprobs", b"logprobs", "n", b"n", "shared", b"shared", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

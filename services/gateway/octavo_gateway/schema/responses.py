@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel
 
 from octavo_gateway.schema.requests import FinishReason
@@ -166,3 +168,36 @@ class Version(BaseModel):
     """Answer of ``GET /version``."""
 
     version: str
+
+
+class CacheReset(BaseModel):
+    """Answer of ``POST /v1/cache/reset``: how many blocks had content that could be found."""
+
+    object: str = "cache.reset"
+    blocks: int
+
+
+class KvColumns(BaseModel):
+    """Parallel lists, one entry per block."""
+
+    block: list[int]
+    state: list[Literal["free", "cached", "active"]]
+    references: list[int]
+    filled: list[int]
+    depth: list[int]
+    age_steps: list[int]
+    hits: list[int]
+    owners: list[list[str]]
+
+
+class KvPage(BaseModel):
+    """Answer of ``GET /v1/kv``: some blocks of one tier, and totals over all blocks of both."""
+
+    object: str = "kv"
+    executor: str
+    executors: list[str]
+    tier: Literal["device", "host"]
+    start: int
+    next: int | None
+    columns: KvColumns
+    totals: dict[str, int]

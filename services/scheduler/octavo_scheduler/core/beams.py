@@ -122,9 +122,9 @@ class BeamSearch:
 
     def __init__(self, rules: BeamRules, serial: int, attempt: Attempt, state: BeamFold | None = None) -> None:
         self.rules = rules
-        self.state = state or BeamFold(rules.n)
+        self.state = state or BeamFold(rules.n, attempt)
+        assert self.state.attempt == attempt, "another attempt may speak for this search"
         self._serial = serial
-        self._attempt = attempt
 
     @property
     def live(self) -> tuple[Hypothesis, ...]:
@@ -224,7 +224,7 @@ class BeamSearch:
         known = [one.logprobs for one in going_on if one.logprobs is not None]
         event = BeamEvent(
             serial=self._serial,
-            attempt=self._attempt,
+            attempt=self.state.attempt,
             position=self.state.position,
             n=self.rules.n,
             parents=tuple(one.parent for one in going_on),
