@@ -57,8 +57,11 @@ class Admission:
         # Room for all it has, not just for this chunk: otherwise prompts would evict each other half-way.
         need = -(-num_tokens // self._block_size) - len(hit.device)
         restores = self._worth_restoring(sequence, hit)
-        kept = [hit.device, hit.beyond[~hit.on_host]] if restores else [hit.device]
-        room = core.pool.num_free - sum(core.pool.num_free_among(blocks) for blocks in kept)
+        room = core.pool.num_free - core.pool.num_free_among(hit.device)
+        if restores:
+            again = hit.beyond[~hit.on_host]
+            need -= len(again)
+            room -= core.pool.num_free_among(again)
         if need + self._reserved > room or not self._will_fit(sequence, len(hit.device)):
             return False
         if restores:
