@@ -8,6 +8,7 @@ from collections import Counter, deque
 
 import numpy as np
 import pytest
+from core_bench import Careless
 from core_executor_model import ExecutorModel, expected_outcome
 
 from octavo_scheduler.core.config import CoreConfig
@@ -23,9 +24,11 @@ from octavo_shared.records import EndReason, RequestRecord, SamplingParams
 class Harness:
     """One scheduler, one executor, and the wire between them: plans not yet run, results not yet delivered."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, *, careless: bool = False) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
+        if careless:
+            self.scheduler.forecast = Careless()
         self.records: dict[RequestId, RequestRecord] = {}
         self.executor = ExecutorModel(
             config.num_blocks,

@@ -54,12 +54,12 @@ SHARED = [[random.Random(i).randrange(ALPHABET) for _ in range(64)] for i in ran
 class CoreMachine(RuleBasedStateMachine):
     """The moves; what must hold is in the harness."""
 
-    def make(self, config: CoreConfig) -> Harness:
-        return Harness(config)
+    def make(self, config: CoreConfig, careless: bool) -> Harness:
+        return Harness(config, careless=careless)
 
-    @initialize(config=configs())
-    def start(self, config: CoreConfig) -> None:
-        self.harness = self.make(config)
+    @initialize(config=configs(), careless=st.booleans())
+    def start(self, config: CoreConfig, careless: bool) -> None:
+        self.harness = self.make(config, careless)
 
     @rule(
         prompt=PROMPTS,
@@ -131,8 +131,8 @@ class ColludingHasher(BlockHasher):
 class CollisionMachine(CoreMachine):
     """The same moves with a hash of one bit."""
 
-    def make(self, config: CoreConfig) -> Harness:
-        harness = Harness(config)
+    def make(self, config: CoreConfig, careless: bool) -> Harness:
+        harness = super().make(config, careless)
         harness.scheduler.prefix_cache.hasher = ColludingHasher(b"", config.block_size)
         return harness
 
@@ -159,7 +159,7 @@ def test_constant_preemption(block_size: int, policy: str, run_ahead: int) -> No
         policy=policy,  # type: ignore[arg-type]
         run_ahead=run_ahead,
     )
-    harness = Harness(config)
+    harness = Harness(config, careless=True)
     rng = random.Random(block_size)
     for serial in range(24):
         harness.add(

@@ -13,7 +13,7 @@ from hypothesis import given
 from octavo_scheduler.core.block_pool import Content
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.errors import IntegrityError
-from octavo_scheduler.core.forecast import ENOUGH, WINDOW, LengthForecast, peak_blocks
+from octavo_scheduler.core.forecast import ENOUGH, GUESS, MOMENTS, WINDOW, LengthForecast, peak_blocks
 from octavo_scheduler.core.free_list import FreeList
 from octavo_scheduler.core.in_flight import find_fills
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence
@@ -218,15 +218,19 @@ def test_hit_rate_window_like_the_naive_one(
 @given(
     st.lists(st.integers(1, 30), max_size=20),
     st.lists(st.tuples(st.integers(0, 35), st.integers(0, 40)), max_size=6),
+    st.integers(1, 9000),
 )
-def test_forecast_like_the_naive_one(lengths: list[int], running: list[tuple[int, int]]) -> None:
-    forecast = LengthForecast()
+def test_forecast_like_the_naive_one(lengths: list[int], running: list[tuple[int, int]], pool_tokens: int) -> None:
+    forecast = LengthForecast(pool_tokens)
     for length in lengths:
         forecast.observe(length)
     expected = []
     for generated, limit in running:
         longer = [length for length in lengths if length > generated]
-        left = -(-sum(longer) // len(longer)) - generated if longer and len(lengths) >= ENOUGH else 0
+        if len(lengths) < ENOUGH:
+            left = max(min(GUESS, pool_tokens // 4) - generated, generated)
+        else:
+            left = -(-sum(longer) // len(longer)) - generated if longer else generated
         expected.append(min(left, limit))
     generated, limits = (np.array([pair[i] for pair in running], np.int32) for i in (0, 1))
     assert forecast.remaining(generated, limits).tolist() == expected
@@ -244,11 +248,30 @@ def test_the_forecast_forgets() -> None:
     assert forecast.remaining(none, limit).tolist() == [10]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8))
-def test_peak_blocks_like_a_simulation(sequences: list[tuple[int, int]]) -> None:
-    """All grow by a block at a time; who has grown as far as it will ends, once the others have made that step too."""
-    held, growth = ([pair[i] for pair in sequences] for i in (0, 1))
-    peak = 0
-    for grown in range(max(growth, default=0) + 1):
-        peak = max(peak, sum(h + grown for h, g in zip(held, growth, strict=True) if g >= grown))
-    assert peak_blocks(np.array(held, np.int32), np.array(growth, np.int32)) == peak
+def naive_peak(sequences: list[tuple[int, int, int]], block_size: int) -> int:
+    """All grow by a token at a time; who has grown as far as it will ends, once the others have made that step too."""
+    return max(
+        (
+            sum(-(-(tokens + grown) // block_size) - shared for tokens, growth, shared in sequences if growth >= grown)
+            for grown in range(max((growth for _, growth, _ in sequences), default=0) + 1)
+        ),
+        default=0,
+    )
+
+
+LENGTHS = st.tuples(st.integers(6, 30), st.integers(0, 20), st.integers(0, 1))
+
+
+@given(st.lists(LENGTHS, max_size=MOMENTS), st.sampled_from([1, 2, 3, 6]))
+def test_peak_blocks_like_a_simulation(sequences: list[tuple[int, int, int]], block_size: int) -> None:
+    columns = [np.array([one[i] for one in sequences], np.int32) for i in range(3)]
+    assert peak_blocks(columns[0], columns[1], columns[2], block_size) == naive_peak(sequences, block_size)
+
+
+@given(st.lists(LENGTHS, min_size=MOMENTS + 1, max_size=40), st.sampled_from([1, 4, 16]))
+def test_peak_blocks_of_many_is_at_most_a_block_each_too_low(
+    sequences: list[tuple[int, int, int]], block_size: int
+) -> None:
+    columns = [np.array([one[i] for one in sequences], np.int32) for i in range(3)]
+    found, true = peak_blocks(columns[0], columns[1], columns[2], block_size), naive_peak(sequences, block_size)
+    assert true - len(sequences) * (block_size > 1) <= found <= true

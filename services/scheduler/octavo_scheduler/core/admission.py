@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # A sequence whose restored pages were lost again this often computes them.
 MAX_RESTORES = 2
+# Who found no memory is not looked at again for so many steps, unless somebody comes or goes.
+PATIENCE_STEPS = 8
 
 
 class Admission:
@@ -44,26 +46,40 @@ class Admission:
         """Admit whom there is room for."""
         core = self._core
         while self._budget > 0 and core.table.num_free and (sequence := core.waiting.peek()) is not None:
-            if sequence.last_step > core.acknowledged or not self._admit(sequence):
+            if sequence.last_step > core.acknowledged or self._was_refused(sequence) or not self._admit(sequence):
                 break
+
+    def _was_refused(self, sequence: Sequence) -> bool:
+        core = self._core
+        return (
+            bool(core.table.running)
+            and core.refused[:2] == (sequence.uid, core.table.version)
+            and core.step < core.refused[2]
+        )
+
+    def _refuse(self, sequence: Sequence) -> bool:
+        core = self._core
+        core.refused = (sequence.uid, core.table.version, core.step + PATIENCE_STEPS)
+        return False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give one sequence what it needs to go; False when it has to wait."""
         core, config = self._core, self._core.config
         if core.pool.num_free <= self._reserved:
-            return False
+            return self._refuse(sequence)
         hit = core.prefix_cache.find(sequence)
         num_tokens = len(sequence.tokens)
         # Room for all it has, not just for this chunk: otherwise prompts would evict each other half-way.
         need = -(-num_tokens // self._block_size) - len(hit.device)
         restores = self._worth_restoring(sequence, hit)
-        room = core.pool.num_free - core.pool.num_free_among(hit.device)
+        taken = core.pool.num_free_among(hit.device)
+        room = core.pool.num_free - taken
         if restores:
             again = hit.beyond[~hit.on_host]
             need -= len(again)
             room -= core.pool.num_free_among(again)
-        if need + self._reserved > room or not self._will_fit(sequence, len(hit.device)):
-            return False
+        if need + self._reserved > room or not self._will_fit(sequence, len(hit.device), taken):
+            return self._refuse(sequence)
         if restores:
             core.waiting.pop()
             core.begin_restore(sequence, hit)
@@ -92,21 +108,12 @@ class Admission:
         tokens = len(hit.beyond) * self._block_size
         return worth_restoring(int(hit.on_host.sum()), tokens, self._core.costs)
 
-    def _will_fit(self, sequence: Sequence, shared_blocks: int) -> bool:
+    def _will_fit(self, sequence: Sequence, found: int, taken: int) -> bool:
         """As far as past lengths tell, nobody will have to be preempted for it; alone it may always go."""
-        core, size = self._core, self._block_size
-        table = core.table
-        n = len(table)
-        if not n or core.forecast.is_empty:
+        core = self._core
+        if all(one.beams is not None and one.beams is sequence.beams for one in core.table.running):
             return True
-        tokens = np.append(table.expected[:n], np.int32(len(sequence.tokens)))
-        held = -(-tokens // size)
-        outputs = np.append(table.outputs(n), np.int32(len(sequence.tokens) - sequence.output_start))
-        limit = np.append(table.max_total[:n], np.int32(sequence.max_total_tokens)) - tokens
-        growth = -(-(tokens + core.forecast.remaining(outputs, limit)) // size) - held
-        # What several hold is there once.
-        shared = max(int(held[:n].sum()) - core.pool.num_used, 0) + shared_blocks
-        return peak_blocks(held, growth) - shared <= core.pool.num_blocks
+        return will_fit(core, sequence, 1, found, taken)
 
     def _take(self, sequence: Sequence, cached: Int32Array, num_new_blocks: int) -> NewSequence:
         core = self._core
@@ -125,3 +132,25 @@ class Admission:
             core.waiting.charge(np.array([core.waiting.tenant_of(sequence)], np.int32), cost)
         core.note(Admitted(sequence, core.step + 1, num_tokens, start))
         return sequence.placed(slot, blocks, start)
+
+
+def will_fit(core: Scheduler, sequence: Sequence, count: int, found: int, taken: int = 0) -> bool:
+    """Can ``count`` more choices like ``sequence`` run beside those that do, as far as past lengths tell?
+
+    Each starts on the same ``found`` blocks, ``taken`` of which nobody holds yet.
+    """
+    table, size, n = core.table, core.config.block_size, len(core.table)
+
+    def beside(column: Int32Array, value: int) -> Int32Array:
+        return np.append(column[:n], np.full(count, value, np.int32))
+
+    known = len(sequence.tokens)
+    tokens = beside(table.expected, known)
+    outputs = beside(table.outputs(n), known - sequence.output_start)
+    limit = beside(table.max_total, sequence.max_total_tokens) - tokens
+    # A plan or more is on its way when the executor's word comes that a sequence has ended.
+    growth = np.minimum(core.forecast.remaining(outputs, limit) + core.config.run_ahead, limit)
+    # Blocks that are nobody's own: found by those that run, and left by who computed them.
+    common = core.pool.num_used - int((table.capacity[:n] // size - table.found[:n]).sum())
+    peak = peak_blocks(tokens, growth, beside(table.found, found), size)
+    return peak + max(common, 0) + taken <= core.config.num_blocks

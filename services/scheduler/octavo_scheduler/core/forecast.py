@@ -14,14 +14,19 @@ import numpy.typing as npt
 from octavo_shared.records import Int32Array
 
 WINDOW = 1000
-# Fewer ends than this say nothing.
+# Fewer ends than this say nothing. Until then outputs are taken to have ``GUESS`` tokens, or a fourth of what the pool holds
+# if that is less: a roomy pool admits whoever comes, a tight one does not fill up with what it will have to let go.
 ENOUGH = 4
+GUESS = 1024
+# So many moments are counted in blocks when the worst one is looked for.
+MOMENTS = 16
 
 
 class LengthForecast:
-    """Output lengths of the last ``WINDOW`` sequences that ended by themselves."""
+    """Output lengths of the last ``WINDOW`` sequences that ended by themselves, in a pool of ``pool_tokens``."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool_tokens: int = 4 * GUESS) -> None:
+        self._guess = min(GUESS, pool_tokens // 4)
         self._lengths: deque[int] = deque(maxlen=WINDOW)
         self._sorted: npt.NDArray[np.int64] | None = None
         self._tail_sums: npt.NDArray[np.float64] = np.zeros(1)
@@ -39,26 +44,36 @@ class LengthForecast:
     def remaining(self, generated: Int32Array, limit: Int32Array) -> Int32Array:
         """Expected output tokens still to come after ``generated`` int32[n], at most ``limit`` int32[n]: int32[n].
 
-        It is the mean of past lengths greater than what is there already; where there are none, 0: nobody is kept waiting
-        for a guess.
+        It is the mean of past lengths greater than what is there already. Who has outlived them all is expected to go on
+        for as long again: of an age nobody has been seen to exceed, the age is all that is known (Lindy's law).
         """
         if self.is_empty:
-            return np.zeros_like(generated)
+            left: Int32Array = np.maximum(self._guess - generated, generated)
+            return np.minimum(left, limit)
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._lengths, np.int64))
             self._tail_sums = np.append(np.cumsum(self._sorted[::-1])[::-1], 0).astype(np.float64)
         longer = np.searchsorted(self._sorted, generated, side="right")
         count = len(self._sorted) - longer
         mean = self._tail_sums[longer] / np.maximum(count, 1)
-        left: Int32Array = np.where(count > 0, np.ceil(mean) - generated, 0).astype(np.int32)
+        left = np.where(count > 0, np.ceil(mean) - generated, generated).astype(np.int32)
         return np.minimum(left, limit)
 
 
-def peak_blocks(held: Int32Array, growth: Int32Array) -> int:
-    """Most blocks in use at once when sequences that hold ``held`` int32[n] each grow by ``growth`` int32[n], then end.
+def peak_blocks(tokens: Int32Array, growth: Int32Array, shared: Int32Array, block_size: int) -> int:
+    """Most blocks in use at once when sequences of ``tokens`` int32[n] each grow by ``growth`` int32[n] tokens, then end.
 
-    They grow at the same pace, so the one with least to grow ends first and gives back what it holds.
+    ``shared`` int32[n] blocks of each are not its own and do not count. They grow at the same pace, so the one with least to
+    grow ends first and gives back what it holds. The moments before each end are compared by tokens, and the worst
+    ``MOMENTS`` of them counted in blocks.
     """
+    if not len(tokens):
+        return 0
     order = np.argsort(-growth, kind="stable")
-    grown = growth[order]
-    return int((np.cumsum(held[order]) + grown * np.arange(1, len(order) + 1)).max()) if len(order) else 0
+    tokens, growth, shared = tokens[order], growth[order], shared[order]
+    number = np.arange(1, len(tokens) + 1)
+    totals = np.cumsum(tokens - shared * block_size) + growth * number
+    worst = np.argpartition(totals, -MOMENTS)[-MOMENTS:] if len(totals) > MOMENTS else np.arange(len(totals))
+    # [moments, n]: blocks of each sequence that is still there.
+    blocks = (tokens + (growth[worst, None] + np.int32(block_size - 1))) // np.int32(block_size) - shared
+    return int((blocks * (number <= number[worst, None])).sum(1).max())

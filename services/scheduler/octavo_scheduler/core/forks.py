@@ -7,12 +7,14 @@ too (rule R5). Whoever writes into a block that others hold copies it first; the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo_scheduler.core.admission import will_fit
 from octavo_scheduler.core.block_pool import BlockPool
 from octavo_scheduler.core.events import Admitted, Chunk
 from octavo_scheduler.core.in_flight import Fork
@@ -78,7 +80,7 @@ class Families:
 
 
 def fork_followers(core: Scheduler, draft: Draft, samples: Samples) -> tuple[list[Fork], list[Sequence]]:
-    """Followers of leaders whose prompt a plan completes: those that find a slot are forked, the others are late."""
+    """Followers of leaders whose prompt a plan completes: those that find room are forked, the others are late."""
     forks: list[Fork] = []
     late: list[Sequence] = []
     if not len(core.families):
@@ -87,14 +89,23 @@ def fork_followers(core: Scheduler, draft: Draft, samples: Samples) -> tuple[lis
     for place, uid in reversed(list(enumerate(samples.uids.tolist()))):
         if not core.families.leads(uid):
             continue
-        leader, room = core.sequence(uid), core.table.num_free
+        leader = core.sequence(uid)
         followers = core.families.release(uid)
+        room = _room_for(core, followers)
         children = followers[:room]
         late += followers[room:]
         forks += [Fork(leader, child) for child in children]
         rows = [_fork(core, draft, samples.of_row[place], leader, child) for child in children]
         samples.insert(place + 1, rows, core.table)
     return forks, late
+
+
+def _room_for(core: Scheduler, followers: list[Sequence]) -> int:
+    """How many of a leader's followers find a slot, and memory for what they are going to say as far as that is known."""
+    child = followers[0]
+    prompt_blocks = len(child.tokens) // core.config.block_size
+    most = min(len(followers), core.table.num_free)
+    return bisect_left(range(1, most + 1), True, key=lambda count: not will_fit(core, child, count, prompt_blocks))
 
 
 def _fork(core: Scheduler, draft: Draft, place: int, leader: Sequence, child: Sequence) -> int:

@@ -58,7 +58,7 @@ class Scheduler:
         self.costs = MoveCosts()
         self.table = SlotTable(config)
         self.waiting = make_queue(config)
-        self.forecast = LengthForecast()
+        self.forecast = LengthForecast(config.num_blocks * config.block_size)
         self.stats = CoreStats()
         self.prefix_cache = PrefixCache(config, self.pool, self.host.pool, hash_key)
         self.families = Families()
@@ -71,6 +71,8 @@ class Scheduler:
         self.restoring: dict[int, int] = {}
         self._sent: deque[SentPlan] = deque()
         self._released: list[int] = []
+        # Who waits because there was no memory for it: its uid, the slot table's version then, and until which step.
+        self.refused = (-1, -1, 0)
         self._events: list[Event] = []
         self._next_uid = 0
 

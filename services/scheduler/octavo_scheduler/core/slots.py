@@ -31,7 +31,7 @@ class SlotTable:
         slots = config.max_num_seqs
         self._block_size = config.block_size
         # One array, so that closing a gap is one move. [columns, S], by row:
-        self._columns: Int32Array = np.zeros((11, slots), np.int32)
+        self._columns: Int32Array = np.zeros((12, slots), np.int32)
         (
             self.slot,
             self.planned,
@@ -49,6 +49,8 @@ class SlotTable:
             self.output_start,
             # Its samples bring candidates, not tokens.
             self.is_beam,
+            # Leading blocks that were there when it came: others may hold them as well.
+            self.found,
         ) = self._columns
         self.uid: npt.NDArray[np.int64] = np.full(slots, NO_UID, np.int64)  # [S] by row
         # The last plan that names the row.
@@ -97,6 +99,7 @@ class SlotTable:
             tenant,
             sequence.output_start,
             sequence.beams is not None,
+            num_computed // self._block_size,
         )
         self.uid[row] = self.uid_of_slot[slot] = sequence.uid
         self.last_step[row] = 0
