@@ -55,6 +55,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "best_of",
     ),
     ({"use_beam_search": True, "best_of": 129}, "best_of must be at most 128, got 129.", "best_of"),
+    (
+        {"use_beam_search": True, "prompt_logprobs": 1},
+        "Log-probabilities of the prompt are not available with beam search.",
+        "prompt_logprobs",
+    ),
     ({"use_beam_search": True, "n": 0}, "n must be at least 1, got 0.", "n"),
     (
         {"use_beam_search": True, "length_penalty": "nan"},
