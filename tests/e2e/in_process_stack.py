@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from octavo.in_process import InProcess
 from octavo_executor.runner import Runner
 from octavo_executor.serve import load_model
+from octavo_scheduler.core.forecast import LengthForecast
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.engine import core_config
 from octavo_shared.fold import ChoiceFold
@@ -23,17 +24,35 @@ Choices = dict[tuple[int, int], ChoiceFold]
 
 
 class Watched:
-    """A runner that also asks after every step how much memory is in use."""
+    """A runner that keeps count: blocks in use at each step, and pages copied and moved.
 
-    def __init__(self, runner: Runner) -> None:
+    With ``free_moves`` it reports that restoring pages takes no time to speak of, so that they always are.
+    """
+
+    def __init__(self, runner: Runner, core: Scheduler, *, free_moves: bool) -> None:
         self._runner = runner
-        self.core: Scheduler | None = None
+        self._core = core
+        self._free_moves = free_moves
         self.used: list[int] = []
+        self.copied = self.saved = self.restored = 0
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        assert self.core is not None
-        self.used.append(self.core.pool.num_used)
-        return self._runner.execute(plan)
+        self.used.append(self._core.pool.num_used)
+        self.copied += len(plan.copies)
+        self.saved += len(plan.copy_out)
+        self.restored += len(plan.restores)
+        output = self._runner.execute(plan)
+        if self._free_moves and len(plan.restores):
+            timings = replace(output.result.timings, restore_s=1e-12)
+            return replace(output, result=replace(output.result, timings=timings))
+        return output
+
+
+class NothingLearned(LengthForecast):
+    """It has seen nothing, whatever it sees."""
+
+    def observe(self, output_tokens: int) -> None:
+        pass
 
 
 @dataclass
@@ -51,13 +70,17 @@ class Model:
         loaded = load_model(settings, "test")
         return cls(loaded.runner, loaded.info, folder)
 
-    def stack(self, **scheduler: Any) -> Stack:
-        """Core and runner, with these scheduler settings; nothing is cached."""
+    def stack(self, *, free_moves: bool = False, rash: bool = False, **scheduler: Any) -> Stack:
+        """Core and runner, with these scheduler settings; nothing is cached.
+
+        ``rash``: the core never learns how long outputs are, so that it takes in too much and preempts all the time.
+        """
         self.runner.reset()
         settings = load_settings(SchedulerSettings, model=str(self.folder), **scheduler)
         core = Scheduler(core_config(self.info, settings))
-        watch = Watched(self.runner)
-        watch.core = core
+        if rash:
+            core.forecast = NothingLearned()
+        watch = Watched(self.runner, core, free_moves=free_moves)
         return Stack(InProcess(core, watch, check=True), watch)
 
 
@@ -82,6 +105,6 @@ class Stack:
         return choices
 
 
-def request(serial: int, prompt: np.ndarray, sampling: SamplingParams, **more: Any) -> RequestRecord:
+def make_request(serial: int, prompt: np.ndarray, sampling: SamplingParams, **more: Any) -> RequestRecord:
     """A request of the one client there is."""
     return RequestRecord(RequestId("test", serial), 0, prompt.astype(np.int32), sampling, **more)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from beam_reference import Reference, Tally
-from in_process_stack import Model, request
+from in_process_stack import Model, make_request
 from tokenizers import Tokenizer
 
 from octavo_shared.records import EarlyStopping, RequestRecord, SamplingParams
@@ -73,7 +73,7 @@ def test_tiny_model(
 
 def searching(serial: int, prompt: np.ndarray, sampling: SamplingParams) -> RequestRecord:
     """All hypotheses of a search are wanted."""
-    return request(serial, prompt, sampling, n=sampling.beam_width)
+    return make_request(serial, prompt, sampling, n=sampling.beam_width)
 
 
 # --- the default model ------------------------------------------------------------------------------------------------
