@@ -127,12 +127,12 @@ def _silu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    """GELU by its tanh form (Hendrycks and Gimpel, arXiv 1606.08415), with tanh(a) = 1 - 2 / (exp(2a) + 1).
+    """GELU by its tanh form (Hendrycks and Gimpel, arXiv 1606.08415): x (1 + tanh(a)) / 2 = x / (1 + exp(-2a)).
 
-    So written an overflowing exponential gives the limits -1 and 1.
+    The right side loses no digits where the tanh is close to -1.
     """
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    return x / (1.0 + tl.exp(-2.0 * inner))
 
 
 @triton.jit

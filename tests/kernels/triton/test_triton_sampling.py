@@ -197,9 +197,7 @@ def test_penalties_bias_and_banned_ids(cpu: Kernels, reference: Kernels) -> None
         )
 
 
-def test_a_long_history_is_counted_once(
-    cpu: Kernels, reference: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_history_is_counted_once(cpu: Kernels, reference: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than all walkers' first chunks; rows without penalties are left alone."""
     monkeypatch.setattr(sampling, "CHUNK", 16)
     monkeypatch.setattr(sampling, "WALKERS", 2)
@@ -255,7 +253,12 @@ def test_a_draw_depends_on_nothing_but_seed_and_position() -> None:
     """Not on its batch mates, and not on how rows are cut."""
     torch.manual_seed(5)
     logits = torch.randn(4, 300) * 3
-    options = {"temperature": 1.0, "top_k": [0, 0, 30, 0], "top_p": [1.0, 0.9, 0.8, 1.0], "min_p": [0.0, 0.0, 0.0, 0.05]}
+    options = {
+        "temperature": 1.0,
+        "top_k": [0, 0, 30, 0],
+        "top_p": [1.0, 0.9, 0.8, 1.0],
+        "min_p": [0.0, 0.0, 0.0, 0.05],
+    }
     columns = {name: torch.as_tensor(value).repeat(4)[:4] for name, value in options.items()}
     columns |= {"seed": torch.arange(4) * 77, "position": torch.arange(4) + 9}
     together = sampling.sample(logits, sample_rows(4, **columns), tile=512)[0]

@@ -25,7 +25,10 @@ def test_logprobs(reference: Kernels, vocab: int, tile: int) -> None:
     target = torch.tensor([0, vocab - 1, 1, -1, vocab, 1], dtype=torch.int32)
     top_n = torch.tensor([0, 2, 3, 5, 12, 3], dtype=torch.int32)
     before = logits.clone()
-    got, expected = sampling.logprobs(logits, target, top_n, 12, tile=tile), reference.logprobs(logits, target, top_n, 12)
+    got, expected = (
+        sampling.logprobs(logits, target, top_n, 12, tile=tile),
+        reference.logprobs(logits, target, top_n, 12),
+    )
     assert torch.equal(logits, before)
     torch.testing.assert_close(got.logprob, expected.logprob, **CLOSE)
     assert got.rank.tolist() == expected.rank.tolist()
