@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo_kernels.interface import AttentionBatch, AttentionExtras, AttentionShape
-from octavo_kernels.triton.attention_config import AttentionLaunch, Gpu, choose_attention, power_of_two
+from octavo_kernels.triton.attention_config import SPLIT_KEYS, AttentionLaunch, Gpu, choose_attention, power_of_two
 from octavo_kernels.triton.attention_kernel import attention_kernel
 from octavo_kernels.triton.attention_reduce import attention_reduce_kernel
 from octavo_kernels.triton.attention_schedule import attention_schedule_kernel
@@ -40,18 +40,26 @@ class PagedAttention:
     """
 
     def __init__(
-        self, gpu: Gpu, device: torch.device, *, max_tokens: int, max_seqs: int, partial_rows: int = 4096
+        self,
+        gpu: Gpu,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        partial_rows: int = 4096,
+        split_keys: int = SPLIT_KEYS,
     ) -> None:
         """``max_tokens`` and ``max_seqs`` bound a step; ``partial_rows`` how many (query, part) pairs split ranges have.
 
         Sequences beyond those are computed unsplit.
         """
+        self._split_keys = split_keys
         self._gpu, self._device = gpu, device
         self._max_tokens, self._max_seqs, self._partial_rows = max_tokens, max_seqs, partial_rows
-        self._lists: dict[tuple[int, int, AttentionLaunch], _WorkList] = {}
+        self._lists: dict[tuple[int, ...], _WorkList] = {}
         self._partials: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         # Lists that hold the step at hand; None until ``start_step`` says when steps begin.
-        self._current: set[tuple[int, int, AttentionLaunch]] | None = None
+        self._current: set[tuple[int, ...]] | None = None
 
     def start_step(self) -> None:
         """The batch's tensors hold another step. Whoever calls this once must call it for every step from then on.
@@ -80,7 +88,7 @@ class PagedAttention:
         if not qkv.shape[0]:
             return
         extras = extras or AttentionExtras()
-        launch = choose_attention(shape, qkv.dtype, k_pages.dtype, batch, qkv.shape[0], self._gpu)
+        launch = choose_attention(shape, qkv.dtype, k_pages.dtype, batch, qkv.shape[0], self._gpu, self._split_keys)
         work = self._work_list(batch, shape, launch)
         partial, sums = self._partial(shape)
         scale = shape.scale / shape.soft_cap if shape.soft_cap else shape.scale * LOG2E
@@ -153,7 +161,7 @@ class PagedAttention:
 
     def _work_list(self, batch: AttentionBatch, shape: AttentionShape, launch: AttentionLaunch) -> _WorkList:
         """The lists of the step at hand, made now unless an earlier layer had the same."""
-        key = shape.window, launch.tile_queries, launch
+        key = shape.window, *launch.cut
         if key not in self._lists:
             # Every tile, and of split ranges no more entries than there are rows of partial sums.
             entries = self._max_seqs + self._max_tokens + self._partial_rows

@@ -16,8 +16,6 @@ from octavo_kernels.interface import AttentionBatch, AttentionShape
 # up then depends on that sequence alone. 512 keys of 128 elements are 256 KiB of bfloat16 for a key head, hundreds of times
 # the partial sums they cost; two sequences of 8k keys already fill an H200.
 SPLIT_KEYS = 512
-# Tiles of many queries have a larger sum to store; they are split only where there are too few of them.
-LARGE_SPLIT_KEYS = 4096
 # Programs per place where one can run. More would balance better, but programs that find nothing to do cost time too.
 ROUNDS = 4
 
@@ -73,6 +71,11 @@ class AttentionLaunch:
         """Whether a reduction follows."""
         return self.small_split > 0 or self.large_split > 0
 
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """What the work list depends on."""
+        return self.tile_queries, self.small_queries, self.small_split, self.large_split, self.tiles.block_n
+
 
 def power_of_two(n: int) -> int:
     """The smallest one that is at least ``n``."""
@@ -113,10 +116,12 @@ def choose_attention(
     batch: AttentionBatch,
     num_tokens: int,
     gpu: Gpu,
+    split_keys: int = SPLIT_KEYS,
 ) -> AttentionLaunch:
     """The launch for a step of ``num_tokens`` query rows, whose activations have ``dtype`` and pages ``page_dtype``.
 
-    Without ``batch.bounds`` it suits any step that the batch's tensors can describe.
+    Without ``batch.bounds`` it suits any step that the batch's tensors can describe. Tiles of many queries, which have as
+    many sums to store, are split into longer parts, and only where there are too few of them for all multiprocessors.
     """
     group = shape.num_heads // shape.num_kv_heads
     bounds = batch.bounds
@@ -130,10 +135,10 @@ def choose_attention(
     tiles = choose_tiles(shape, dtype, page_dtype, max_queries * group, gpu)
     tile_queries = tiles.block_m // group
     num_tiles = num_seqs + num_tokens // tile_queries
-    small_split = SPLIT_KEYS if max_keys > SPLIT_KEYS else 0
+    small_split = split_keys if max_keys > split_keys else 0
     few = num_tiles * shape.num_kv_heads < gpu.multiprocessors
-    large_split = LARGE_SPLIT_KEYS if few and max_keys > LARGE_SPLIT_KEYS else 0
-    entries = num_tiles * max(1, -(-max_keys // SPLIT_KEYS) if small_split else 1)
+    large_split = 8 * split_keys if few and max_keys > 8 * split_keys else 0
+    entries = num_tiles * (-(-max_keys // split_keys) if small_split else 1)
     places = ROUNDS * gpu.multiprocessors * (3 if tiles.block_m == tiles.small_m else 1)
     programs = max(1, min(entries, -(-places // shape.num_kv_heads)))
     return AttentionLaunch(tiles, tile_queries, tiles.small_m // group, small_split, large_split, programs)

@@ -45,7 +45,7 @@ def attention_schedule_kernel(
     query_start_ptr,  # int32[S + 1]
     seq_lens_ptr,  # int32[S]
     items_ptr,  # int32[items, ITEM]: sequence, first row, queries, first position, first key, past the last key,
-    #             first row of partial sums or -1, whether it is the first part
+    #             first row of partial sums or -1, 1 for a leading part plus 2 for a sequence of few queries
     reductions_ptr,  # int32[T, REDUCTION]: row, its first row of partial sums, distance to the next, how many
     counts_ptr,  # int32[2]: entries of the two lists
     window,  # keys a query sees
@@ -90,6 +90,7 @@ def attention_schedule_kernel(
     if items > 0:
         first_row = tl.load(query_start_ptr + own)
         keys = tl.load(seq_lens_ptr + own)
+        flags = tl.where(queries <= small_queries, 2, 0)
         for begin in range(0, items, BLOCK_S):
             i = begin + tl.arange(0, BLOCK_S)
             # The last tile first: it has the most keys, and what is long had better not start last.
@@ -113,7 +114,7 @@ def attention_schedule_kernel(
             tl.store(at + 4, start, inside)
             tl.store(at + 5, stop, inside)
             tl.store(at + 6, tl.where(split, partial + part * queries + done, -1), inside)
-            tl.store(at + 7, (part == 0).to(tl.int32), inside)
+            tl.store(at + 7, (part == 0).to(tl.int32) + flags, inside)
         if split:
             for begin in range(0, queries, BLOCK_S):
                 i = begin + tl.arange(0, BLOCK_S)

@@ -61,36 +61,26 @@ def load_tile(base_ptr, rows, inside, D: tl.constexpr, D_PAD: tl.constexpr, MASK
 
 
 @triton.jit
-def online_softmax(scores, factor, largest, total, values):
-    """Scores [M, N] (times ``factor``) join the sums: (weights [M, N], new largest, total and values)."""
+def online_softmax(scores, factor, sums):
+    """Scores [M, N], times ``factor``, join the sums: (their weights [M, N], the new sums)."""
+    largest, total, values = sums
     new = tl.maximum(largest, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - new[:, None])
     shrink = tl.exp2(largest - new)
-    return weights, new, total * shrink + tl.sum(weights, 1), values * shrink[:, None]
+    return weights, (new, total * shrink + tl.sum(weights, 1), values * shrink[:, None])
 
 
 @triton.jit
 def attend(
-    q,  # [M, D_PAD]
-    largest,  # float32[M]
-    total,  # float32[M]
-    values,  # float32[M, D_PAD]
-    position,  # int32[M]
-    slope,  # float32[M] ALiBi slopes times log2(e), or None
-    k_ptr,  # [blocks, page_stride], from this head's first row [PAGE, D] of a page
-    v_ptr,  # as k_ptr
-    k_scale_ptr,  # float32[blocks, scale_stride], from this head's first of PAGE, or None
-    v_scale_ptr,  # as k_scale_ptr
+    tile,  # q [M, D_PAD], positions int32[M], heads int32[M]
+    sums,  # float32: largest score [M], total of weights [M], weighted values [M, D_PAD]
+    memory,  # see attention_kernel, from this head on: keys and values, their scales or None, distances of pages
+    rule,  # see attention_kernel: scale, soft_cap, window, slopes
     table_ptr,  # int32[pages] of this sequence
     begin,  # first key
     end,  # past the last key
     start,  # where the first tile of keys lies, a multiple of BLOCK_N
-    tiles,
-    scale,  # of the scores: to units of log2, with a soft cap to units of the cap
-    soft_cap,  # in units of log2, or None
-    window,  # keys a query sees, itself included, or None: all
-    page_stride,
-    scale_stride,
+    tiles,  # how many there are
     PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,32 +88,37 @@ def attend(
     DTYPE: tl.constexpr,  # of the matrix products' operands
     PRECISION: tl.constexpr,  # how float32 ones are multiplied
 ):
-    """The sums after ``tiles`` tiles of BLOCK_N keys.
+    """The sums after ``tiles`` tiles of keys.
 
     The pages of the next tile are looked up a round ahead: with the lookup inside the round, the compiler's software
     pipeline is cut in half, since the addresses of a load then wait for a load themselves. Offsets take 64 bits: pools are
     larger than 2**31 elements.
     """
+    q, position, head = tile
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, page_stride, scale_stride = memory
+    scale, soft_cap, window, slopes_ptr = rule
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head).to(tl.float32)[:, None] * LOG2E
     pages = page_of_keys(table_ptr, start, begin, tl.where(tiles > 0, end, begin), PAGE, BLOCK_N)
     for i in tl.range(tiles):
         key = start + i * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (key >= begin) & (key < end)
         rows = pages.to(tl.int64) * page_stride + key % PAGE * D
-        if k_scale_ptr is not None:
+        if k_scales_ptr is not None:
             scales = pages.to(tl.int64) * scale_stride + key % PAGE
         after = start + (i + 1) * BLOCK_N
         pages = page_of_keys(table_ptr, after, begin, tl.where(i + 1 < tiles, end, begin), PAGE, BLOCK_N)
 
         k = load_tile(k_ptr, rows, inside, D, q.shape[1], MASKED)
         scores = tl.dot(q, tl.trans(widen(k, DTYPE)), input_precision=PRECISION)
-        if k_scale_ptr is not None:
-            scores *= tl.load(k_scale_ptr + scales, inside, 0.0)[None, :]
+        if k_scales_ptr is not None:
+            scores *= tl.load(k_scales_ptr + scales, inside, 0.0)[None, :]
         factor = scale
         if soft_cap is not None:
             scores = soft_cap * tanh(scores * scale)
             factor = 1.0
-        if slope is not None:
-            scores = scores * factor + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        if slopes_ptr is not None:
+            scores = scores * factor + slope * (key[None, :] - position[:, None]).to(tl.float32)
             factor = 1.0
         if MASKED:
             if window is None:
@@ -132,9 +127,11 @@ def attend(
                 # Unsigned, so that one comparison rules out what is too late as well as what is too far back.
                 seen = (position[:, None] - key[None, :]).to(tl.uint32) < window.to(tl.uint32)
             scores = tl.where(seen, scores, float("-inf"))
-        weights, largest, total, values = online_softmax(scores, factor, largest, total, values)
+        weights, sums = online_softmax(scores, factor, sums)
+        largest, total, values = sums
         v = load_tile(v_ptr, rows, inside, D, q.shape[1], MASKED)
-        if v_scale_ptr is not None:
-            weights *= tl.load(v_scale_ptr + scales, inside, 0.0)[None, :]
+        if v_scales_ptr is not None:
+            weights *= tl.load(v_scales_ptr + scales, inside, 0.0)[None, :]
         values = tl.dot(weights.to(DTYPE), widen(v, DTYPE), values, input_precision=PRECISION)
-    return largest, total, values
+        sums = (largest, total, values)
+    return sums
