@@ -2,27 +2,33 @@
 
 from octavo_kernels.interface import (
     AttentionBatch,
+    AttentionExtras,
     AttentionShape,
     Candidates,
     Kernels,
     LinearWeight,
     Logprobs,
+    PageShapes,
     Program,
     SampleRows,
     SampleStatus,
+    StepBounds,
 )
 from octavo_kernels.select import UnsupportedShapeError, choose_kernels
 
 __all__ = [
     "AttentionBatch",
+    "AttentionExtras",
     "AttentionShape",
     "Candidates",
     "Kernels",
     "LinearWeight",
     "Logprobs",
+    "PageShapes",
     "Program",
     "SampleRows",
     "SampleStatus",
+    "StepBounds",
     "UnsupportedShapeError",
     "choose_kernels",
 ]

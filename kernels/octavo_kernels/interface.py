@@ -4,7 +4,8 @@ Shapes use these letters: T tokens of a step (all sequences flattened), S sequen
 I intermediate size, V vocabulary, Hq query heads, Hk key/value heads, D head size, B page (block) size in tokens.
 
 Page layout (one layer): K ``[blocks, Hk, D, B]`` (transposed, so that scores are a plain matrix product over
-contiguous keys) and V ``[blocks, Hk, B, D]``. Slot n of the cache is offset ``n % B`` of page ``n // B``.
+contiguous keys) and V ``[blocks, Hk, B, D]``. Slot n of the cache is offset ``n % B`` of page ``n // B``. A backend may
+have another layout: ``Kernels.page_shapes`` says how its pages are allocated, and nobody else looks inside them.
 
 Row independence is part of the contract: what a kernel computes for one token or row does not depend on the others.
 """
@@ -46,6 +47,33 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionExtras:
+    """What a layer's attention may have besides its shape."""
+
+    sinks: Tensor | None = None  # [Hq] score of a key that every query sees and that has no value
+    slopes: Tensor | None = None  # [Hq] slope * (j - i) is added to scores (ALiBi; Press et al., arXiv 2108.12409)
+    k_scale: Tensor | None = None  # float32[Hk] what keys in float8_e4m3fn pages are multiples of
+    v_scale: Tensor | None = None  # float32[Hk] the same of values
+
+
+@dataclass(frozen=True, slots=True)
+class PageShapes:
+    """Shape of one page of one layer, for keys and for values."""
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """What the host knows of a step, or of all steps that a captured graph may be replayed for: at most so many ..."""
+
+    num_seqs: int
+    max_queries: int  # query tokens of a sequence
+    max_keys: int  # tokens of a sequence
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Which sequences a step computes. The tensors stay the same objects for life; steps change what they hold.
 
@@ -57,6 +85,7 @@ class AttentionBatch:
     query_start: Tensor  # int32[S + 1]
     seq_lens: Tensor  # int32[S]
     block_tables: Tensor  # int32[S, pages], entries past a sequence's last page are never read
+    bounds: StepBounds | None = None  # a hint for backends that cannot look into the tensors without waiting
 
 
 class SampleStatus(IntEnum):
@@ -136,6 +165,19 @@ class Kernels(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory for something large and long-lived (pages, weights)."""
 
+    def page_shapes(self, shape: AttentionShape, dtype: torch.dtype) -> PageShapes:
+        """How pages of keys and values in ``dtype`` are laid out.
+
+        Raises:
+            ValueError: the backend has no pages of that type.
+        """
+
+    def start_step(self) -> None:
+        """The tensors of the batch hold another step. Whoever calls this must do so for every step.
+
+        A backend that derives something from them may then do it once per step instead of once per layer.
+        """
+
     def record(self) -> AbstractContextManager[Callable[[], Program]] | None:
         """Within the context, kernels are recorded instead of run; call what it yields afterwards for the program.
 
@@ -174,21 +216,23 @@ class Kernels(Protocol):
         k_norm: Tensor | None,  # [D]
         eps: float,
         slots: Tensor,  # int32[T], negative: the token is not written
-        k_pages: Tensor,  # [blocks, Hk, D, B]
-        v_pages: Tensor,  # [blocks, Hk, B, D]
+        k_pages: Tensor,  # [blocks, ...], see page_shapes
+        v_pages: Tensor,  # [blocks, ...]
         shape: AttentionShape,
+        extras: AttentionExtras | None = None,
     ) -> None:
-        """Per-head RMS norm and rotary embedding (rotate halves; Su et al., arXiv 2104.09864) of q and k in place,
-        then k and v into their pages."""
+        """Per-head RMS norm and rotary embedding (rotate halves; Su et al., arXiv 2104.09864) of q and k, then k and v
+        into their pages. In ``qkv`` q becomes what attention takes; what is left of k there is up to the backend."""
 
     def attention(
         self,
         qkv: Tensor,  # [T, (Hq + 2 Hk) D], its first Hq heads are the queries
-        k_pages: Tensor,  # [blocks, Hk, D, B]
-        v_pages: Tensor,  # [blocks, Hk, B, D]
+        k_pages: Tensor,  # [blocks, ...], see page_shapes
+        v_pages: Tensor,  # [blocks, ...]
         batch: AttentionBatch,
         shape: AttentionShape,
         out: Tensor,  # [T, Hq D]
+        extras: AttentionExtras | None = None,
     ) -> None:
         """Causal attention of every query over its sequence's pages; rows of no sequence are left alone.
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from octavo.models import resolve_model
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 
 from e2e_stack import Stack
+from tiny_models import save_tiny_model
+
+
+class SmallModel(NamedTuple):
+    """Its folder, and transformers' own of it."""
+
+    folder: Path
+    theirs: Any
 
 
 @pytest.fixture(scope="session")
@@ -23,18 +35,40 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_stack(model_folder: Path) -> Iterator[Callable[..., Stack]]:
-    """Start stacks on the default model with any flags; all are stopped in the end."""
+def small_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    """A tiny random model with the default model's tokenizer: for what does not depend on what is said."""
+    folder = tmp_path_factory.mktemp("small")
+    theirs = save_tiny_model("llama", folder, vocab_size=49152, max_position_embeddings=2048, pad_token_id=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, folder / name)
+    return SmallModel(folder, theirs)
+
+
+@pytest.fixture(scope="session")
+def start_any() -> Iterator[Callable[..., Stack]]:
+    """Start stacks on any model with any flags; all are stopped in the end."""
     stacks: list[Stack] = []
 
-    def start(*flags: str, environment: dict[str, str] | None = None) -> Stack:
-        stack = Stack(str(model_folder), *flags, environment=environment)
+    def start(folder: Path, *flags: str, environment: dict[str, str] | None = None) -> Stack:
+        stack = Stack(str(folder), *flags, environment=environment)
         stacks.append(stack)
         return stack
 
     yield start
     for stack in stacks:
         stack.stop()
+
+
+@pytest.fixture(scope="session")
+def start_stack(start_any: Callable[..., Stack], model_folder: Path) -> Callable[..., Stack]:
+    """Start stacks on the default model."""
+    return partial(start_any, model_folder)
+
+
+@pytest.fixture(scope="session")
+def start_small(start_any: Callable[..., Stack], small_model: SmallModel) -> Callable[..., Stack]:
+    """Start stacks on the small model, served as ``m``."""
+    return partial(start_any, small_model.folder, "--served-model-name", "m", "--num-threads", "1")
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +83,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked slow run only when a marker expression asks for them (``make test-slow``)."""
+    if not config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in slow]
+        if slow:
+            config.hook.pytest_deselected(items=slow)

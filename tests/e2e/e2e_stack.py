@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 
 READY_TIMEOUT_S = 120.0
@@ -63,6 +67,13 @@ class Stack:
         assert found, f"no metric {name} {labels}"
         return total
 
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 20.0) -> None:
+        """Wait until a metric has this value."""
+        deadline = time.monotonic() + timeout_s
+        while self.metric(name) != value:
+            assert time.monotonic() < deadline, f"{name} is {self.metric(name)}, not {value}"
+            time.sleep(0.05)
+
     def wait_idle(self, timeout_s: float = 15.0) -> None:
         """Wait until nothing runs, nothing waits, and no block is referenced."""
         deadline = time.monotonic() + timeout_s
@@ -80,3 +91,30 @@ class Stack:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self, service: str) -> None:
+        """End one service at once, as a crash would."""
+        found = [p for p in psutil.Process(self.process.pid).children() if f"octavo_{service}" in " ".join(p.cmdline())]
+        assert len(found) == 1, f"{len(found)} processes are the {service}"
+        found[0].kill()
+
+
+class RawStream:
+    """A streaming request over a bare socket, which can be cut at any moment."""
+
+    def __init__(self, stack: Stack, body: dict[str, object]) -> None:
+        parts = urlsplit(stack.url)
+        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=60)
+        payload = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        self.socket.sendall(head.encode() + payload)
+
+    def read_events(self, count: int) -> None:
+        data = b""
+        while data.count(b"data: ") < count:
+            part = self.socket.recv(65536)
+            assert part, "closed early"
+            data += part
+
+    def cut(self) -> None:
+        self.socket.close()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
-from e2e_stack import Stack
+from e2e_stack import RawStream, Stack
 
 from octavo_shared.ids import RequestId
 
@@ -146,27 +144,6 @@ def test_a_27_mb_body_is_refused_and_health_stays_quick(stack: Stack) -> None:
     assert slowest
 
 
-class RawStream:
-    """A streaming request over a bare socket, which can be cut at any moment."""
-
-    def __init__(self, stack: Stack, body: dict[str, object]) -> None:
-        parts = urlsplit(stack.url)
-        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=60)
-        payload = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        self.socket.sendall(head.encode() + payload)
-
-    def read_events(self, count: int) -> None:
-        data = b""
-        while data.count(b"data: ") < count:
-            part = self.socket.recv(65536)
-            assert part, "closed early"
-            data += part
-
-    def cut(self) -> None:
-        self.socket.close()
-
-
 def test_a_disconnect_in_any_phase_frees_everything(start_stack: Callable[..., Stack]) -> None:
     stack = start_stack("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--served-model-name", "small")
     body = {"model": "small", "stream": True, "ignore_eos": True, "max_tokens": 2000}
@@ -174,28 +151,21 @@ def test_a_disconnect_in_any_phase_frees_everything(start_stack: Callable[..., S
     for stream in decoding:
         stream.read_events(3)
     queued = RawStream(stack, {**body, "prompt": [3] * 30})
-    wait_for_metric(stack, "vllm:num_requests_waiting", 1)
+    stack.wait_for_metric("vllm:num_requests_waiting", 1)
     queued.cut()
-    wait_for_metric(stack, "vllm:num_requests_waiting", 0)
+    stack.wait_for_metric("vllm:num_requests_waiting", 0)
     assert stack.metric("vllm:num_requests_running") == 2
     decoding[0].cut()
-    wait_for_metric(stack, "vllm:num_requests_running", 1)
+    stack.wait_for_metric("vllm:num_requests_running", 1)
     # 6,000 tokens at 63 a step: cut in the middle of the prefill.
     prefilling = RawStream(stack, {**body, "prompt": list(range(100, 6100)), "max_tokens": 5})
-    wait_for_metric(stack, "vllm:num_requests_running", 2)
+    stack.wait_for_metric("vllm:num_requests_running", 2)
     prefilling.cut()
-    wait_for_metric(stack, "vllm:num_requests_running", 1)
+    stack.wait_for_metric("vllm:num_requests_running", 1)
     decoding[1].cut()
     stack.wait_idle()
     assert stack.metric("vllm:request_success_total", finished_reason="abort") == 4
     stack.stop()
-
-
-def wait_for_metric(stack: Stack, name: str, value: float) -> None:
-    deadline = time.monotonic() + 20
-    while stack.metric(name) != value:
-        assert time.monotonic() < deadline, f"{name} is {stack.metric(name)}, not {value}"
-        time.sleep(0.05)
 
 
 def test_request_ids_are_minted_by_us(stack: Stack, model: str) -> None:
@@ -219,7 +189,7 @@ def test_the_metrics_add_up(start_stack: Callable[..., Stack]) -> None:
         httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).raise_for_status()
     stack.wait_idle()
     total = sum(map(len, prompts))
-    wait_for_metric(stack, "vllm:iteration_tokens_total_sum", total + 100)
+    stack.wait_for_metric("vllm:iteration_tokens_total_sum", total + 100)
     expected = {
         "vllm:time_to_first_token_seconds_count": 10,
         "vllm:inter_token_latency_seconds_count": 90,

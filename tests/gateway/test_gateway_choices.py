@@ -30,6 +30,79 @@ def text_of(choice: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+# (fields, message, param)
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 0}, "n must be at least 1, got 0.", "n"),
+    ({"n": 129}, "n must be at most 128, got 129.", "n"),
+    ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2.", "n"),
+    (
+        {"n": 2, "best_of": 1},
+        "best_of must be greater than or equal to n, got n=2 and best_of=1.",
+        "best_of",
+    ),
+    ({"best_of": 129}, "best_of must be at most 128, got 129.", "best_of"),
+    ({"best_of": 2, "temperature": 0}, "best_of must be 1 when using greedy sampling, got 2.", "best_of"),
+    (
+        {"best_of": 3, "n": 2, "stream": True},
+        "Results cannot be streamed when best_of is greater than n, got n=2 and best_of=3.",
+        "best_of",
+    ),
+    (
+        {"use_beam_search": True, "n": 3, "best_of": 2},
+        "best_of must be greater than or equal to n, got n=3 and best_of=2.",
+        "best_of",
+    ),
+    ({"use_beam_search": True, "best_of": 129}, "best_of must be at most 128, got 129.", "best_of"),
+    (
+        {"use_beam_search": True, "prompt_logprobs": 1},
+        "Log-probabilities of the prompt are not available with beam search.",
+        "prompt_logprobs",
+    ),
+    ({"use_beam_search": True, "n": 0}, "n must be at least 1, got 0.", "n"),
+    (
+        {"use_beam_search": True, "length_penalty": "nan"},
+        "length_penalty must be in [-10, 10], got nan.",
+        "length_penalty",
+    ),
+    (
+        {"use_beam_search": True, "length_penalty": 11},
+        "length_penalty must be in [-10, 10], got 11.0.",
+        "length_penalty",
+    ),
+    (
+        {"length_penalty": 0.5},
+        "length_penalty has no effect and must be 1.0 when not using beam search.",
+        "length_penalty",
+    ),
+    (
+        {"early_stopping": True},
+        "early_stopping has no effect and must be False when not using beam search.",
+        "early_stopping",
+    ),
+    (
+        {"early_stopping": "never"},
+        "early_stopping has no effect and must be False when not using beam search.",
+        "early_stopping",
+    ),
+    ({"timeout": 0}, "timeout must be above 0 and at most 1e+09 s, got 0.0.", "timeout"),
+    ({"timeout": -1}, "timeout must be above 0 and at most 1e+09 s, got -1.0.", "timeout"),
+    ({"timeout": "nan"}, "timeout must be above 0 and at most 1e+09 s, got nan.", "timeout"),
+    ({"timeout": "inf"}, "timeout must be above 0 and at most 1e+09 s, got inf.", "timeout"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ROUTES)
+@pytest.mark.parametrize(("bad", "message", "param"), REFUSED)
+def test_what_means_nothing_is_refused(
+    stage: Stage, path: str, fields: dict[str, Any], bad: dict[str, Any], message: str, param: str
+) -> None:
+    error = stage.error(path, 400, **(fields | bad))
+    assert error == {"message": message, "type": "BadRequestError", "param": param, "code": None}
+    assert not stage.engine.records
+
+
 # --- best_of ----------------------------------------------------------------------------------------------------------
 
 # Per choice: tokens and their log-probabilities. Means: -2, -0.75, -0.5, none.
@@ -203,11 +276,10 @@ def test_a_stop_string_in_the_common_prefix_ends_all_hypotheses(stage: Stage, id
 
 def test_logprobs_go_with_hypotheses(stage: Stage, ids: list[int]) -> None:
     stage.engine.reply = lambda record, choice: Reply(ids, sizes=(2, len(ids)))
-    asked = {"prompt": [5, 6], "use_beam_search": True, "n": 2, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 40}
+    asked = {"prompt": [5, 6], "use_beam_search": True, "n": 2, "logprobs": 2, "max_tokens": 40}
     answer = stage.post("/v1/completions", **asked).json()
     for choice in answer["choices"]:
         assert len(choice["logprobs"]["tokens"]) == len(ids)
-        assert len(choice["prompt_logprobs"]) == 2
 
 
 def test_a_width_beyond_what_runs_at_once_is_refused(make_stage: MakeStage) -> None:

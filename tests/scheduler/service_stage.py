@@ -97,18 +97,31 @@ class Executor:
         for new in plan.admit:
             self.slots[new.slot], self.lengths[new.slot] = new, len(new.tokens)
             self.admitted.append(new)
-        rows, ends = [], []
+        rows, ends, counts, tokens, scores = [], [], [], [], []
         for slot in plan.sample_slots.tolist():
             new = self.slots[slot]
+            if width := new.sampling.beam_width:
+                # Candidates tell the output position and their rank.
+                ends.append(0)
+                counts.append(2 * width)
+                tokens += [200 + 10 * (len(new.tokens) - new.output_start) + rank for rank in range(2 * width)]
+                scores += [-0.1 * (rank + 1) for rank in range(2 * width)]
+                continue
             position = self.lengths[slot] - new.output_start
             self.lengths[slot] += 1
             end = EndReason.LENGTH if self.lengths[slot] >= new.max_total_tokens else EndReason.NONE
             ends.append(int(end))
+            counts.append(1)
+            tokens.append(100 + position)
             rows.append(OutputRow(new.request_id, new.choice, new.attempt, position, (100 + position,), end=int(end)))
-        count = len(rows)
-        tokens = np.array([row.tokens[0] for row in rows], np.int32)
         result = StepResult(
-            plan.term, plan.epoch, plan.step, np.ones(count, np.int32), tokens, np.array(ends, np.uint8)
+            plan.term,
+            plan.epoch,
+            plan.step,
+            np.array(counts, np.int32),
+            np.array(tokens, np.int32),
+            np.array(ends, np.uint8),
+            scores=np.array(scores, np.float32),
         )
         return result, rows
 
@@ -153,11 +166,11 @@ class Stage:
         return Executor(self.address, self.streams, **info)
 
     async def admit(
-        self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1, **fields: Any
+        self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1, beam_width: int = 0, **fields: Any
     ) -> RequestId:
         request_id = RequestId(LOG, serial)
         prompt = np.arange(prompt_tokens, dtype=np.int32)
-        sampling = SamplingParams(max_tokens=max_tokens)
+        sampling = SamplingParams(max_tokens=max_tokens, beam_width=beam_width)
         await self.streams.admit(RequestRecord(request_id, time.time_ns() // 1000, prompt, sampling, n=n, **fields))
         return request_id
 

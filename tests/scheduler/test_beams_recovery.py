@@ -155,6 +155,23 @@ def test_a_choice_that_had_ended_stays_ended(valkey: str) -> None:
     play(scene, valkey)
 
 
+def test_a_scheduler_of_a_later_term_was_faster(valkey: str) -> None:
+    async def scene(streams: Streams) -> None:
+        live, same = request(1), request(1)
+        await Desk(streams, live, OLD_TERM).step()
+        (newest,) = await fence_and_read(streams, [live], NEW_TERM + 1)
+        (late,) = await fence_and_read(streams, [same], NEW_TERM)
+        assert late.beams is None
+        second, third = Desk(streams, same, NEW_TERM, late), Desk(streams, live, NEW_TERM + 1, newest)
+        while not third.search.is_over:
+            if not second.search.is_over:
+                await second.step()
+            await third.step()
+        assert await outcome(streams, 1) == expected(live)
+
+    play(scene, valkey)
+
+
 def test_searches_and_others_in_one_log_are_kept_apart(valkey: str) -> None:
     async def scene(streams: Streams) -> None:
         lives = [request(1), request(2, beam_width=0), request(3)]

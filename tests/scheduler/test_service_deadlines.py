@@ -125,6 +125,27 @@ def test_a_request_that_decodes_ends_where_it_stands(valkey: str, tmp_path: Path
     play(scene, valkey, tmp_path)
 
 
+def test_a_beam_search_gives_back_what_it_has(valkey: str, tmp_path: Path) -> None:
+    """Live hypotheses end as they are, the best first, whether or not a step is on its way into the log."""
+
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=50, n=2, beam_width=3, deadline_us=us(2.0))
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
+            (first, end), (second, other_end) = await stage.fold(1, 0), await stage.fold(1, 1)
+            assert (end, other_end) == (EndReason.TIMEOUT, EndReason.TIMEOUT)
+            # The likeliest candidate at every position; the second best has one of the second likeliest.
+            assert first == [200, 210, 220, 230]
+            assert sorted(token % 10 for token in second) == [0, 0, 0, 1]
+            assert stage.service.engines[0].core.pool.num_used == 0
+            await stage.admit(2)
+            await stage.finish(executor)
+        assert await stage.fold(2) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
 def test_a_request_that_waits_behind_others_ends_too(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         async with stage.executor(max_num_seqs=1) as executor:

@@ -206,6 +206,10 @@ def test_an_end_of_one_choice_leaves_the_search_to_the_others() -> None:
         log = folded(*([alone, *begin] if early else [*begin, alone]))
         assert ends(log) == [EndReason.ABORT, EndReason.NONE]
         assert outputs(log) == [[] if early else [5], [5]]
+        # Nothing that names it counts any more, not even for the search.
+        before = state(log)
+        assert log.apply(fence(0, Attempt(5, 1))) == ()
+        assert state(log) == before
         # The same attempt goes on, and so may the next one.
         assert [index for index, _ in log.apply(step(2, [(1, 9)]))] == [1]
         assert [index for index, _ in log.apply(fence(1, Attempt(1, 2)))] == [1]

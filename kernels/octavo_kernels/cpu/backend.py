@@ -17,12 +17,15 @@ from octavo_kernels.cpu.build import load
 from octavo_kernels.interface import (
     Activation,
     AttentionBatch,
+    AttentionExtras,
     AttentionShape,
     Candidates,
     LinearWeight,
     Logprobs,
+    PageShapes,
     SampleRows,
 )
+from octavo_kernels.reference.backend import transposed_keys
 
 PANEL = 16
 SYSTEM_PAGE = mmap.PAGESIZE
@@ -42,6 +45,11 @@ def _check(tensor: Tensor, *dtypes: torch.dtype, contiguous: bool = True) -> int
     if tensor.dtype not in dtypes or tensor.device.type != "cpu" or (contiguous and not tensor.is_contiguous()):
         raise TypeError(f"expected a contiguous CPU tensor of {dtypes}, not {tensor.dtype} on {tensor.device}")
     return tensor.data_ptr()
+
+
+def _refuse(extras: AttentionExtras | None) -> None:
+    if extras is not None:
+        raise ValueError("attention on a CPU has no sinks, slopes or scales")
 
 
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
@@ -94,6 +102,14 @@ class CpuKernels:
         if length > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
             self._libc.madvise(start, length, mmap.MADV_HUGEPAGE)
         return tensor
+
+    def page_shapes(self, shape: AttentionShape, dtype: torch.dtype) -> PageShapes:
+        if dtype not in (F32, BF16):
+            raise ValueError(f"no pages of {dtype} on a CPU")
+        return transposed_keys(shape, dtype)
+
+    def start_step(self) -> None:
+        pass
 
     def _run_ops(self, ops: npt.NDArray[np.int64], threads: int | None = None) -> None:
         self._library.oct_run(ops.ctypes.data, ops.shape[0], ops.shape[1], threads or self._threads)
@@ -181,7 +197,9 @@ class CpuKernels:
         k_pages: Tensor,
         v_pages: Tensor,
         shape: AttentionShape,
+        extras: AttentionExtras | None = None,
     ) -> None:
+        _refuse(extras)
         args = (
             _check(qkv, F32),
             qkv.shape[1],
@@ -212,7 +230,9 @@ class CpuKernels:
         batch: AttentionBatch,
         shape: AttentionShape,
         out: Tensor,
+        extras: AttentionExtras | None = None,
     ) -> None:
+        _refuse(extras)
         if shape.head_dim % 8 or shape.block_size % 8:
             raise ValueError(f"head size {shape.head_dim} and block size {shape.block_size} must be multiples of 8")
         args = (

@@ -9,13 +9,33 @@ from torch import Tensor
 from octavo_kernels.interface import (
     Activation,
     AttentionBatch,
+    AttentionExtras,
     AttentionShape,
     Candidates,
     LinearWeight,
     Logprobs,
+    PageShapes,
     SampleRows,
 )
 from octavo_kernels.reference.sampling import candidates_of, logprobs_of, sample_row
+
+
+def transposed_keys(shape: AttentionShape, dtype: torch.dtype) -> PageShapes:
+    """Pages of the CPU: K [Hk, D, B], V [Hk, B, D].
+
+    Raises:
+        ValueError: ``dtype`` would need a scale per token.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"no pages of {dtype} on a CPU")
+    heads, dim, block = shape.num_kv_heads, shape.head_dim, shape.block_size
+    return PageShapes((heads, dim, block), (heads, block, dim))
+
+
+def _to_multiples(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [tokens, Hk, D] in multiples of ``scale`` [Hk]; e4m3 saturates."""
+    wide = x.float() if scale is None else x.float() / scale[:, None]
+    return wide.clamp(-448.0, 448.0).to(dtype) if dtype == torch.float8_e4m3fn else wide.to(dtype)
 
 
 class ReferenceKernels:
@@ -28,6 +48,12 @@ class ReferenceKernels:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def page_shapes(self, shape: AttentionShape, dtype: torch.dtype) -> PageShapes:
+        return transposed_keys(shape, dtype)
+
+    def start_step(self) -> None:
+        pass
 
     def record(self) -> None:
         return None
@@ -71,7 +97,9 @@ class ReferenceKernels:
         k_pages: Tensor,
         v_pages: Tensor,
         shape: AttentionShape,
+        extras: AttentionExtras | None = None,
     ) -> None:
+        extras = extras or AttentionExtras()
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         first_k, first_v = shape.num_heads, shape.num_heads + shape.num_kv_heads
         q, k, v = heads[:, :first_k], heads[:, first_k:first_v], heads[:, first_v:]
@@ -87,8 +115,8 @@ class ReferenceKernels:
                 x[..., : 2 * half] = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
         written = slots >= 0
         page, offset = slots[written].long() // shape.block_size, slots[written].long() % shape.block_size
-        k_pages[page, :, :, offset] = k[written].to(k_pages.dtype)
-        v_pages[page, :, offset, :] = v[written].to(v_pages.dtype)
+        k_pages[page, :, :, offset] = _to_multiples(k[written], extras.k_scale, k_pages.dtype)
+        v_pages[page, :, offset, :] = _to_multiples(v[written], extras.v_scale, v_pages.dtype)
 
     def attention(
         self,
@@ -98,7 +126,9 @@ class ReferenceKernels:
         batch: AttentionBatch,
         shape: AttentionShape,
         out: Tensor,
+        extras: AttentionExtras | None = None,
     ) -> None:
+        extras = extras or AttentionExtras()
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         for s in range(int(batch.num_seqs[0])):
             start, end, length = int(batch.query_start[s]), int(batch.query_start[s + 1]), int(batch.seq_lens[s])
@@ -110,16 +140,25 @@ class ReferenceKernels:
             keys = torch.arange(skipped * shape.block_size, length)
             k = k_pages[pages].permute(1, 2, 0, 3).flatten(2)[:, :, : len(keys)].float()  # [Hk, D, keys]
             v = v_pages[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, : len(keys)].float()  # [Hk, keys, D]
+            k = k if extras.k_scale is None else k * extras.k_scale[:, None, None]
+            v = v if extras.v_scale is None else v * extras.v_scale[:, None, None]
             group = shape.num_heads // shape.num_kv_heads
             q = heads[start:end, : shape.num_heads].float().transpose(0, 1)  # [Hq, queries, D]
             scores = q @ k.repeat_interleave(group, 0) * shape.scale
             if shape.soft_cap:
                 scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
             at = torch.arange(length - (end - start), length)[:, None]
+            if extras.slopes is not None:
+                scores += extras.slopes.float()[:, None, None] * (keys - at)
             seen = keys <= at
             if shape.window:
                 seen &= keys > at - shape.window
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if extras.sinks is not None:
+                sinks = extras.sinks.float()[:, None, None].expand(-1, end - start, 1)
+                weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+            else:
+                weights = scores.softmax(-1)
             used = seen.any(0)
             v = torch.where(used[:, None], v, 0)  # what no query sees may hold anything
             weights = torch.where(seen, weights, 0)

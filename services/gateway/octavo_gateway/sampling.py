@@ -149,6 +149,9 @@ def _draft(
         logprobs=0 if wanted is None and choices.made > choices.returned else wanted,
         prompt_logprobs=_logprob_count(prompt_logprobs, settings, "prompt", "prompt_logprobs"),
     )
+    if params.beam_width and params.prompt_logprobs is not None:
+        # No hypothesis is the one whose row they would come with.
+        raise bad_request("Log-probabilities of the prompt are not available with beam search.", "prompt_logprobs")
     return Draft(
         params=params,
         n=choices.made,

@@ -24,7 +24,8 @@ from octavo_shared.streams import Streams
 class Resumption:
     """A request whose choices have been fenced: outputs so far per open choice, and choices that had ended before.
 
-    ``beams`` is the state of its beam search, None when it is not one or no step of it is in the log.
+    ``beams`` is the state of its beam search, for the new attempt to go on with; None when it is not one or no step of it is
+    in the log.
     """
 
     live: LiveRequest
@@ -89,6 +90,8 @@ async def _read_to_fences(
                 continue
             del awaited[key]
             states[key] = fold.get(*key)
-            if event.serial in fold.beams:
-                searches[event.serial] = fold.beams[event.serial]
+            search = fold.beams.get(event.serial)
+            # Another attempt's: a scheduler of a later term has been faster, and nothing that is said here will count.
+            if search is not None and search.attempt == event.attempt:
+                searches[event.serial] = search
     return states, searches

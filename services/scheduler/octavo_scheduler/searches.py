@@ -55,6 +55,24 @@ class Searches:
                 if live is not None and live.beams is event.group:
                     self._service.end_choices(live, set(live.open), EndReason.ERROR, Problem(_NOT_FINITE))
 
+    def let_go(self, live: LiveRequest, choices: set[int], reason: EndReason, engine: Engine | None) -> bytes:
+        """Some choices are to end; a search goes on as long as one of the others is wanted.
+
+        Returns the entry that is to be in the log before their fences, if any: a search that is out of time gives back what
+        it has. Should that entry count for nothing, because an earlier one is not in the log yet, the fences still end it.
+        """
+        group = live.beams
+        if group is None or live.open - live.ending - choices:
+            return b""
+        words: list[BeamEvent] = [] if group.decided is None else [group.decided]
+        if not group.search.is_over:
+            words.append(group.search.close(reason))
+        if engine is not None:
+            engine.core.beams.end(group)
+        self._service.observer.left(live.sequences[0], reason)
+        live.suspend()
+        return encode_beams(words) if reason is EndReason.TIMEOUT else b""
+
     def _log(self, engine: Engine, group: BeamGroup, event: BeamEvent) -> None:
         self._service.spawn(self._log_then_go_on(engine, group, event))
 

@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 
 from redis.exceptions import RedisError
 
@@ -173,8 +174,9 @@ class SchedulerService:
         """
         engine = self._homes.get(live.record.id)
         fenced = choices - live.ending
+        first = b""
         if live.beams is not None:
-            self._let_search_go(live, fenced, reason, engine)
+            first = self._searches.let_go(live, fenced, reason, engine)
         elif engine is not None:
             for sequence in live.sequences:
                 if sequence.choice not in fenced:
@@ -190,21 +192,13 @@ class SchedulerService:
             attempt = Attempt(self.term, live.attempt_n + 1)
             serial = live.record.id.serial
             fences = [FenceEvent(serial, choice, attempt, reason, problem) for choice in sorted(fenced)]
-            self.spawn(self._log_ends(live.record.id, fences))
+            self.spawn(self._log_ends(live.record.id, first, fences))
         if engine is not None:
             self.pump(engine)
 
-    def _let_search_go(self, live: LiveRequest, fenced: set[int], reason: EndReason, engine: Engine | None) -> None:
-        """A search goes on as long as one of its choices is wanted."""
-        if live.beams is None or live.open - live.ending - fenced:
-            return
-        if engine is not None:
-            engine.core.beams.end(live.beams)
-        self.observer.left(live.sequences[0], reason)
-        live.suspend()
-
-    async def _log_ends(self, request_id: RequestId, fences: list[FenceEvent]) -> None:
-        await self.insist(lambda: self.streams.append_log(request_id.log, encode_fences(fences)))
+    async def _log_ends(self, request_id: RequestId, first: bytes, fences: list[FenceEvent]) -> None:
+        for entry in filter(None, (first, encode_fences(fences))):
+            await self.insist(partial(self.streams.append_log, request_id.log, entry))
         for fence in fences:
             self.close(request_id, fence.choice)
 

@@ -1,0 +1,137 @@
+"""One tile of attention: its queries against a range of its sequence's keys, by online softmax.
+
+A tile's rows are (query token, head of the group) pairs, so that all query heads that share a key head use each key that
+is read (grouped heads packed into rows). The sums are kept as in FlashAttention (Dao, arXiv 2307.08691): per row the
+largest score so far, the sum of weights and the weighted sum of values. Scores are in units of log2, since the hardware's
+exponential is exp2.
+
+The smallest score is a large negative number instead of minus infinity: a row that has seen no key yet then needs no
+special case, because exp2(-inf - LOWEST) is 0 and exp2(LOWEST - LOWEST) meets sums that are still 0.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo_kernels.triton.quant import widen
+
+LOWEST = tl.constexpr(-1.0e30)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tanh(x):
+    """Exact at both ends: exp2 runs into 0 or infinity there."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+@triton.jit
+def page_of_keys(table_ptr, start, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of keys ``start`` and the next BLOCK_N: one number where they share a page, else int32[BLOCK_N].
+
+    Table entries of no key between ``begin`` and ``end`` are not read: they may hold anything.
+    """
+    if PAGE % BLOCK_N == 0:
+        pages = tl.load(table_ptr + start // PAGE, start < end, 0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        pages = tl.load(table_ptr + key // PAGE, (key >= begin) & (key < end), 0)
+    return pages
+
+
+@triton.jit
+def load_tile(base_ptr, rows, inside, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[BLOCK_N, D_PAD]: the D elements from each of ``rows``, zeros beyond; with MASKED only rows ``inside`` are read."""
+    column = tl.arange(0, D_PAD)
+    at = base_ptr + rows[:, None] + column[None, :]
+    if MASKED:
+        if D == D_PAD:
+            tile = tl.load(at, inside[:, None], 0)
+        else:
+            tile = tl.load(at, inside[:, None] & (column < D)[None, :], 0)
+    else:
+        if D == D_PAD:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, (column < D)[None, :], 0)
+    return tile
+
+
+@triton.jit
+def online_softmax(scores, factor, sums):
+    """Scores [M, N], times ``factor``, join the sums: (their weights [M, N], the new sums)."""
+    largest, total, values = sums
+    new = tl.maximum(largest, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - new[:, None])
+    shrink = tl.exp2(largest - new)
+    return weights, (new, total * shrink + tl.sum(weights, 1), values * shrink[:, None])
+
+
+@triton.jit
+def attend(
+    tile,  # q [M, D_PAD], positions int32[M], heads int32[M]
+    sums,  # float32: largest score [M], total of weights [M], weighted values [M, D_PAD]
+    memory,  # see attention_kernel, from this head on: keys and values, their scales or None, distances of pages
+    rule,  # see attention_kernel: scale, soft_cap, window, slopes
+    table_ptr,  # int32[pages] of this sequence
+    begin,  # first key
+    end,  # past the last key
+    start,  # where the first tile of keys lies, a multiple of BLOCK_N
+    tiles,  # how many there are
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # whether a query of these tiles may not see a key of them
+    DTYPE: tl.constexpr,  # of the matrix products' operands
+    PRECISION: tl.constexpr,  # how float32 ones are multiplied
+):
+    """The sums after ``tiles`` tiles of keys.
+
+    The pages of the next tile are looked up a round ahead: with the lookup inside the round, the compiler's software
+    pipeline is cut in half, since the addresses of a load then wait for a load themselves. Offsets take 64 bits: pools are
+    larger than 2**31 elements.
+    """
+    q, position, head = tile
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, page_stride, scale_stride = memory
+    scale, soft_cap, window, slopes_ptr = rule
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head).to(tl.float32)[:, None] * LOG2E
+    pages = page_of_keys(table_ptr, start, begin, tl.where(tiles > 0, end, begin), PAGE, BLOCK_N)
+    for i in tl.range(tiles):
+        key = start + i * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (key >= begin) & (key < end)
+        rows = pages.to(tl.int64) * page_stride + key % PAGE * D
+        if k_scales_ptr is not None:
+            scales = pages.to(tl.int64) * scale_stride + key % PAGE
+        after = start + (i + 1) * BLOCK_N
+        pages = page_of_keys(table_ptr, after, begin, tl.where(i + 1 < tiles, end, begin), PAGE, BLOCK_N)
+
+        k = load_tile(k_ptr, rows, inside, D, q.shape[1], MASKED)
+        scores = tl.dot(q, tl.trans(widen(k, DTYPE)), input_precision=PRECISION)
+        if k_scales_ptr is not None:
+            scores *= tl.load(k_scales_ptr + scales, inside, 0.0)[None, :]
+        factor = scale
+        if soft_cap is not None:
+            scores = soft_cap * tanh(scores * scale)
+            factor = 1.0
+        if slopes_ptr is not None:
+            scores = scores * factor + slope * (key[None, :] - position[:, None]).to(tl.float32)
+            factor = 1.0
+        if MASKED:
+            if window is None:
+                seen = key[None, :] <= position[:, None]
+            else:
+                # Unsigned, so that one comparison rules out what is too late as well as what is too far back.
+                seen = (position[:, None] - key[None, :]).to(tl.uint32) < window.to(tl.uint32)
+            scores = tl.where(seen, scores, float("-inf"))
+        weights, sums = online_softmax(scores, factor, sums)
+        largest, total, values = sums
+        v = load_tile(v_ptr, rows, inside, D, q.shape[1], MASKED)
+        if v_scales_ptr is not None:
+            weights *= tl.load(v_scales_ptr + scales, inside, 0.0)[None, :]
+        values = tl.dot(weights.to(DTYPE), widen(v, DTYPE), values, input_precision=PRECISION)
+        sums = (largest, total, values)
+    return sums

@@ -1,0 +1,147 @@
+"""What is launched: the rules' choices, and the work list made on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import TINY_GPU, attend, gpu_case
+
+from octavo_kernels import AttentionBatch, AttentionShape
+from octavo_kernels.triton.attention import PagedAttention
+from octavo_kernels.triton.attention_config import Gpu
+from octavo_kernels.triton.attention_reduce import attention_reduce_kernel
+from octavo_kernels.triton.attention_reference import Cut, reduced, work_list
+from octavo_kernels.triton.attention_schedule import attention_schedule_kernel
+
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+H200 = Gpu("sm_90", 132, 232448)
+A100 = Gpu("sm_80", 108, 166912)
+MI300 = Gpu("gfx942", 304, 65536)
+
+
+def batch_of(lengths: list[tuple[int, int]], spare: int = 2) -> AttentionBatch:
+    """Sequences of (query tokens, all keys); of ``spare`` more the tensors hold nonsense."""
+    starts = [0]
+    for queries, _ in lengths:
+        starts.append(starts[-1] + queries)
+    return AttentionBatch(
+        num_seqs=torch.tensor([len(lengths)], dtype=torch.int32),
+        query_start=torch.tensor(starts + [-9] * spare, dtype=torch.int32),
+        seq_lens=torch.tensor([keys for _, keys in lengths] + [10**6] * spare, dtype=torch.int32),
+        block_tables=torch.zeros((len(lengths) + spare, 1), dtype=torch.int32),
+    )
+
+
+def scheduled(batch: AttentionBatch, cut: Cut, block_s: int) -> tuple[list[list[int]], list[list[int]]]:
+    items = torch.full((400, 8), 77, dtype=torch.int32)
+    reductions = torch.full((400, 4), 77, dtype=torch.int32)
+    counts = torch.full((2,), 77, dtype=torch.int32)
+    programs = batch.query_start.shape[0] - 1
+    attention_schedule_kernel[(programs,)](
+        *(batch.num_seqs, batch.query_start, batch.seq_lens, items, reductions, counts),
+        *(cut.window or 1 << 30, cut.tile_queries, cut.small_queries, cut.small_split, cut.large_split),
+        cut.partial_rows,
+        BLOCK_N=cut.block_n,
+        BLOCK_S=block_s,
+    )
+    n, m = counts.tolist()
+    assert (items[n:] == 77).all()
+    assert (reductions[m:] == 77).all()
+    return items[:n].tolist(), reductions[:m].tolist()
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("split", "partial_rows"), [((0, 0), 0), ((64, 0), 20), ((64, 128), 1000)])
+def test_the_work_list(window: int, split: tuple[int, int], partial_rows: int) -> None:
+    lengths = [(1, 1), (1, 700), (0, 50), (40, 300), (3, 64), (17, 17), (1, 65), (4, 999), (1, 130)]
+    cut = Cut(window, 16, 4, *split, partial_rows, 32)
+    batch = batch_of(lengths)
+    expected = work_list(batch, cut)
+    for block_s in (4, 16):
+        assert scheduled(batch, cut, block_s) == expected
+
+
+def test_the_parts_of_a_tile_are_its_keys() -> None:
+    lengths = [(1, 700), (40, 300), (7, 7), (33, 1000)]
+    items, _ = scheduled(batch_of(lengths), Cut(0, 16, 1, 64, 128, 1000, 32), 16)
+    seen: dict[tuple[int, int], list[range]] = {}
+    for sequence, row, queries, position, begin, end, _, flags in items:
+        parts = seen.setdefault((sequence, row), [])
+        assert flags & 1 == int(not parts)
+        assert flags >> 1 == int(lengths[sequence][0] <= 1)
+        parts.append(range(begin, end))
+        assert position + queries <= lengths[sequence][1]
+        assert not begin % 32
+    for (sequence, row), parts in seen.items():
+        last = min(row - sum(q for q, _ in lengths[:sequence]) + 16, lengths[sequence][0])
+        keys = lengths[sequence][1] - lengths[sequence][0] + last
+        assert [key for part in parts for key in part] == list(range(keys))
+
+
+def test_an_empty_batch_has_an_empty_list() -> None:
+    assert scheduled(batch_of([]), Cut(0, 16, 4, 64, 0, 10, 32), 16) == ([], [])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 16, 17, 40])
+def test_the_reduction(parts: int) -> None:
+    gen = torch.Generator().manual_seed(parts)
+    heads, dim, queries = 2, 80, 2
+    partial = torch.randn(3 + parts * queries, heads, dim, generator=gen)
+    sums = torch.rand(3 + parts * queries, heads, 2, generator=gen) * 5 + 0.1
+    sums[3] = torch.tensor([-1e30, 0.0])  # a part without keys
+    partial[3] = 0.0
+    reductions = torch.tensor([[1, 3, queries, parts], [0, 4, queries, parts]], dtype=torch.int32)
+    out = torch.full((3, heads * dim), 77.0)
+    counts = torch.tensor([5, 2], dtype=torch.int32)
+    attention_reduce_kernel[heads, 1](reductions, counts, partial, sums, out, out.stride(0), heads, D=dim, PARTS=16)
+    for row, first in ((1, 3), (0, 4)):
+        if parts == 1 and first == 3:
+            assert (out[row] == 0).all()
+            continue
+        for head in range(heads):
+            rows = slice(first, first + parts * queries, queries)
+            expected = reduced(partial[rows, head], sums[rows, head])
+            torch.testing.assert_close(out[row, head * dim : (head + 1) * dim], expected, rtol=1e-5, atol=1e-6)
+    assert (out[2] == 77).all()
+
+
+def test_a_list_is_made_once_per_step_where_steps_are_announced() -> None:
+    shape = AttentionShape(2, 1, 64, 16, 0.125)
+    case = gpu_case([(1, 40)], shape)
+    longer = gpu_case([(1, 40), (1, 20)], shape)
+    batch, qkv = longer.plain.batch, longer.plain.qkv
+    attention = PagedAttention(TINY_GPU, qkv.device, max_tokens=8, max_seqs=8)
+
+    def run(num_seqs: int) -> torch.Tensor:
+        batch.num_seqs[0] = num_seqs
+        out = torch.full((qkv.shape[0], 128), 77.0)
+        attention.attention(qkv, longer.k_pages, longer.v_pages, batch, shape, out)
+        return out
+
+    full = run(2)
+    assert (run(1)[1] == 77.0).all()  # nobody announces steps: every call looks anew
+    attention.start_step()
+    run(2)
+    assert torch.equal(run(1), full)  # the same step still
+    attention.start_step()
+    assert (run(1)[1] == 77.0).all()
+    assert case.plain.qkv.shape[0] < qkv.shape[0]
+
+
+def test_more_than_there_is_memory_for_is_refused() -> None:
+    shape = AttentionShape(2, 1, 64, 16, 0.125)
+    case = gpu_case([(9, 9)], shape)
+    out = torch.empty(case.plain.qkv.shape[0], 128)
+    for tokens, seqs in ((9, 8), (10, 1)):
+        attention = PagedAttention(TINY_GPU, out.device, max_tokens=tokens, max_seqs=seqs)
+        with pytest.raises(ValueError, match="at most"):
+            attention.attention(case.plain.qkv, case.k_pages, case.v_pages, case.plain.batch, shape, out)
+
+
+def test_no_tokens_are_no_launch() -> None:
+    shape = AttentionShape(2, 1, 64, 16, 0.125)
+    case = gpu_case([(1, 9)], shape)
+    case.plain = replace(case.plain, qkv=case.plain.qkv[:0])
+    assert attend(case, shape).shape == (0, 128)
