@@ -80,6 +80,13 @@ class Bench:
         assert admitted.sequence is one
         return one, admitted.cached_tokens
 
+    def run_first(self, prompt: int) -> Sequence:
+        """A request that goes before all others has its prompt computed; it is still running."""
+        one = self.add(prompt, max_tokens=2, priority=-1)
+        plan = self.step()
+        assert [new.request_id for new in plan.admit] == [one.request_id]
+        return one
+
     def plan(self) -> StepPlan:
         """The scheduler plans; it must want to."""
         plan = self.scheduler.schedule()
@@ -116,6 +123,14 @@ class Bench:
         scheduler.commit(result)
         scheduler.tidy()
         scheduler.check_integrity()
+
+    def answer(self, plan: StepPlan, counts: list[int], ends: list[EndReason]) -> None:
+        """A result of exactly these counts and ends."""
+        tokens = np.arange(sum(counts), dtype=np.int32)
+        numbers = np.array(counts, np.int32)
+        self.scheduler.commit(StepResult(plan.term, plan.epoch, plan.step, numbers, tokens, np.array(ends, np.uint8)))
+        self.scheduler.tidy()
+        self.scheduler.check_integrity()
 
     def blocks(self, one: Sequence) -> list[int]:
         """The block table of a running sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,15 +18,28 @@ from octavo_scheduler.core.events import Admitted, Chunk, Ended, Preempted
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence, State
 from octavo_shared.ids import RequestId
-from octavo_shared.plan import StepPlan, StepResult
+from octavo_shared.plan import StepPlan, StepResult, StepTimings
 from octavo_shared.records import EndReason, RequestRecord, SamplingParams
 
 
 class Harness:
     """One scheduler, one executor, and the wire between them: plans not yet run, results not yet delivered."""
 
-    def __init__(self, config: CoreConfig, *, careless: bool = False) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        *,
+        careless: bool = False,
+        late: bool = False,
+        timings_of: Callable[[StepPlan], StepTimings] | None = None,
+    ) -> None:
+        """``careless``: forecast nothing, preempt all the more. ``late``: results arrive once nothing else is left to do.
+
+        ``timings_of``: what the executor reports about a plan.
+        """
         self.config = config
+        self.late = late
+        self.timings_of = timings_of
         self.scheduler = Scheduler(config)
         if careless:
             self.scheduler.forecast = Careless()
@@ -95,7 +109,7 @@ class Harness:
     def execute(self) -> None:
         """The executor runs the oldest plan."""
         plan = self.plans.popleft()
-        self.results.append(self.executor.execute(plan))
+        self._run(plan)
         held = {(slot.new.request_id, slot.new.choice) for slot in self.executor.slots.values()}
         for sequence in [s for s in self.everyone if s.uid in self.leaving]:
             if (sequence.request_id, sequence.choice) not in held:
@@ -168,19 +182,22 @@ class Harness:
         if not scheduler.pool.num_used:
             # What was computed until now is worthless from here on: a later hit on it reads these.
             for plan in self.plans:
-                self._run_quietly(plan)
+                self._run(plan)
             self.plans.clear()
             self.executor.page_keys[:] = -1
             self.executor.host_keys[:] = -1
 
-    def _run_quietly(self, plan: StepPlan) -> None:
-        self.results.append(self.executor.execute(plan))
+    def _run(self, plan: StepPlan) -> None:
+        result = self.executor.execute(plan)
+        self.results.append(_replaced(result, timings=self.timings_of(plan)) if self.timings_of else result)
 
     def step(self) -> None:
-        """One full turn of a loop that keeps the pipeline as full as allowed."""
+        """One full turn of a loop that keeps the pipeline as full as allowed; with ``late`` results, all that may run has."""
         while self.schedule() is not None:
             pass
         if self.plans:
+            self.execute()
+        while self.late and self.plans:
             self.execute()
         if self.results:
             self.deliver()
@@ -192,7 +209,8 @@ class Harness:
         self._note_events()
         scheduler, table, pool = self.scheduler, self.scheduler.table, self.scheduler.pool
         scheduler.check_integrity()
-        restoring, _ = scheduler.host.holds([plan.moves for plan in scheduler._sent if plan.moves is not None])
+        restoring, on_host = scheduler.host.holds([plan.moves for plan in scheduler.sent if plan.moves is not None])
+        self._check_host(on_host)
         held: Counter[int] = Counter(restoring)
         for sequence in scheduler.sequences:
             if sequence.slot != NO_SLOT:
@@ -215,6 +233,15 @@ class Harness:
         assert max(self.ended.values(), default=1) == 1, "a sequence ended twice"
         assert {s.uid for s in self.everyone} == {s.uid for s in scheduler.sequences} | set(self.ended)
 
+    def _check_host(self, held: list[int]) -> None:
+        """Every host page is either free, in the order of reuse, or part of a move on its way."""
+        pool = self.scheduler.host.pool
+        free = pool.free_blocks()
+        assert len(set(free)) == len(free)
+        assert set(free).isdisjoint(held)
+        assert set(free) | set(held) == set(range(pool.num_blocks)), "a host page is nowhere"
+        assert pool.refcount.tolist() == [held.count(block) for block in range(pool.num_blocks)]
+
     def finish(self) -> None:
         """Nothing more arrives: everything ends within a bounded number of steps, as foretold, and all blocks return."""
         live = self.scheduler.sequences
@@ -226,6 +253,7 @@ class Harness:
             bound -= 1
             assert bound > 0, "somebody starves"
         assert self.scheduler.pool.num_free == self.config.num_blocks
+        assert self.scheduler.host.pool.num_used == 0
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_unacknowledged == 0
         assert len(self.scheduler.waiting) == 0
         for sequence in self.everyone:
@@ -264,6 +292,17 @@ class Harness:
             assert plan.row_tokens.max(initial=0) <= config.long_prefill_token_threshold
         if not config.enable_chunked_prefill:
             assert plan.row_samples.all(), "without chunked prefill every row samples"
+        pool = self.scheduler.pool
+        for moves in (plan.copies, plan.restores):
+            assert (pool.generation[moves.destination] == moves.generations).all(), (
+                "a move names another life of its page"
+            )
+            assert (pool.refcount[moves.destination] > 0).all(), "a move fills a page that nobody holds"
+        # A page that is saved is as it was, or has just been handed out again.
+        lives = pool.generation[plan.copy_out.source] - plan.copy_out.generations
+        assert (lives <= 1).all()
+        assert (self.scheduler.host.pool.refcount[plan.copy_out.destination] > 0).all()
+        assert (self.scheduler.host.pool.refcount[plan.restores.source] > 0).all()
 
     def _check_admission(self, plan: StepPlan, waiting: dict[int, Sequence]) -> None:
         """Admitted in the policy's order, and nobody who may go is passed over."""

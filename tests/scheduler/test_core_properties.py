@@ -54,12 +54,12 @@ SHARED = [[random.Random(i).randrange(ALPHABET) for _ in range(64)] for i in ran
 class CoreMachine(RuleBasedStateMachine):
     """The moves; what must hold is in the harness."""
 
-    def make(self, config: CoreConfig, careless: bool) -> Harness:
-        return Harness(config, careless=careless)
+    def make(self, config: CoreConfig, careless: bool, late: bool) -> Harness:
+        return Harness(config, careless=careless, late=late)
 
-    @initialize(config=configs(), careless=st.booleans())
-    def start(self, config: CoreConfig, careless: bool) -> None:
-        self.harness = self.make(config, careless)
+    @initialize(config=configs(), careless=st.booleans(), late=st.booleans())
+    def start(self, config: CoreConfig, careless: bool, late: bool) -> None:
+        self.harness = self.make(config, careless, late)
 
     @rule(
         prompt=PROMPTS,
@@ -131,8 +131,8 @@ class ColludingHasher(BlockHasher):
 class CollisionMachine(CoreMachine):
     """The same moves with a hash of one bit."""
 
-    def make(self, config: CoreConfig, careless: bool) -> Harness:
-        harness = super().make(config, careless)
+    def make(self, config: CoreConfig, careless: bool, late: bool) -> Harness:
+        harness = super().make(config, careless, late)
         harness.scheduler.prefix_cache.hasher = ColludingHasher(b"", config.block_size)
         return harness
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from octavo_scheduler.core.block_pool import Content
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.errors import IntegrityError
-from octavo_scheduler.core.forecast import ENOUGH, GUESS, MOMENTS, WINDOW, LengthForecast, peak_blocks
+from octavo_scheduler.core.forecast import GUESS, GUESSES, MOMENTS, WINDOW, LengthForecast, peak_blocks
 from octavo_scheduler.core.free_list import FreeList
 from octavo_scheduler.core.in_flight import find_fills
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence
@@ -219,33 +219,47 @@ def test_hit_rate_window_like_the_naive_one(
     st.lists(st.integers(1, 30), max_size=20),
     st.lists(st.tuples(st.integers(0, 35), st.integers(0, 40)), max_size=6),
     st.integers(1, 9000),
+    st.sampled_from([0, 10, 15, 17, 20, 90]),
 )
-def test_forecast_like_the_naive_one(lengths: list[int], running: list[tuple[int, int]], pool_tokens: int) -> None:
+def test_forecast_like_the_naive_one(
+    lengths: list[int], running: list[tuple[int, int]], pool_tokens: int, toll: int
+) -> None:
     forecast = LengthForecast(pool_tokens)
     for length in lengths:
         forecast.observe(length)
+    forecast.count(100 + toll, toll)
+    caution = {0: 0.0, 10: 0.0, 15: 0.5, 17: 0.7, 20: 1.0, 90: 1.0}[toll]
+    assert forecast.caution == pytest.approx(caution)
+    lengths = [*lengths, *[min(GUESS, pool_tokens // 2)] * GUESSES]
     expected = []
     for generated, limit in running:
         longer = [length for length in lengths if length > generated]
-        if len(lengths) < ENOUGH:
-            left = max(min(GUESS, pool_tokens // 4) - generated, generated)
-        else:
-            left = -(-sum(longer) // len(longer)) - generated if longer else generated
-        expected.append(min(left, limit))
+        mean = sum(longer) / len(longer) if longer else 2 * generated
+        most = mean + caution * (max(longer, default=mean) - mean)
+        expected.append(min(most - generated, limit))
     generated, limits = (np.array([pair[i] for pair in running], np.int32) for i in (0, 1))
-    assert forecast.remaining(generated, limits).tolist() == expected
-    assert forecast.is_empty == (len(lengths) < ENOUGH)
+    found = forecast.remaining(generated, limits).tolist()
+    assert all(want <= have < want + 1.001 for want, have in zip(expected, found, strict=True))
 
 
 def test_the_forecast_forgets() -> None:
     forecast = LengthForecast()
-    for _ in range(WINDOW):
-        forecast.observe(900)
     none, limit = np.zeros(1, np.int32), np.full(1, 5000, np.int32)
-    assert forecast.remaining(none, limit).tolist() == [900]
-    for _ in range(WINDOW):
-        forecast.observe(10)
-    assert forecast.remaining(none, limit).tolist() == [10]
+    for length in (900, 10):
+        for _ in range(WINDOW):
+            forecast.observe(length)
+        assert forecast.remaining(none, limit).tolist() == [length]
+
+
+def test_what_was_recomputed_long_ago_is_forgiven_and_what_went_well_too() -> None:
+    forecast = LengthForecast(1000)
+    forecast.count(1000, 300)
+    assert forecast.caution == 1.0
+    for _ in range(100):
+        forecast.count(1000, 0)
+    assert forecast.caution == 0.0
+    forecast.count(4000, 2500)
+    assert forecast.caution > 0.3
 
 
 def naive_peak(sequences: list[tuple[int, int, int]], block_size: int) -> int:

@@ -130,6 +130,9 @@ class Admission:
         if isinstance(core.waiting, FairQueue) and not sequence.preemptions:
             cost = np.array([PROMPT_COST * (num_tokens - start)])
             core.waiting.charge(np.array([core.waiting.tenant_of(sequence)], np.int32), cost)
+        again = max(0, min(sequence.computed, num_tokens) - start)
+        core.stats.recomputed_tokens += again
+        core.forecast.count(0, again)
         core.note(Admitted(sequence, core.step + 1, num_tokens, start))
         return sequence.placed(slot, blocks, start)
 

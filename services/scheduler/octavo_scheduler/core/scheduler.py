@@ -310,6 +310,7 @@ class Scheduler:
             self.waiting.charge(table.tenant[draft.rows], OUTPUT_COST * decoding)
         self.stats.steps += 1
         self.stats.scheduled_tokens += draft.num_tokens
+        self.forecast.count(draft.num_tokens, 0)
         # What the next step will need is about what this one has needed.
         self.host.save_ahead(self.pool.take_handed_out())
         moves = self.host.take_moves()

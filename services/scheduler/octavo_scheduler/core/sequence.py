@@ -44,6 +44,7 @@ class Sequence:
         "beams",
         "chain",
         "choice",
+        "computed",
         "last_step",
         "max_total_tokens",
         "num_findable",
@@ -81,6 +82,8 @@ class Sequence:
         # The last plan that named it, as of when it had a slot.
         self.last_step = 0
         self.preemptions = 0
+        # Tokens that have been computed before, as of when it had a slot.
+        self.computed = 0
         # The search it is a hypothesis of.
         self.beams: BeamGroup | None = None
         # How often pages were restored for it since it last had a slot.

@@ -117,6 +117,7 @@ class SlotTable:
         blocks: Int32Array = self.blocks(sequence).copy()
         sequence.tokens = self.tokens[slot, : self.known[row]].copy()
         sequence.last_step = int(self.last_step[row])
+        sequence.computed = max(sequence.computed, int(self.planned[row]))
         sequence.slot = NO_SLOT
         self._columns[:, row:last] = self._columns[:, row + 1 : last + 1]
         self.uid[row:last] = self.uid[row + 1 : last + 1]

@@ -42,6 +42,8 @@ class CoreStats:
     resumed_queries: int = 0
     resumed_hits: int = 0
     preemptions: int = 0
+    # Computed, and lost by a preemption, and computed again.
+    recomputed_tokens: int = 0
     steps: int = 0
     scheduled_tokens: int = 0
     prompt_tokens: int = 0
