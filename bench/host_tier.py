@@ -222,7 +222,7 @@ def row(name: str, without: Outcome, having: Outcome, ratio: float, charged: flo
     gain = (having.outputs / having.seconds) / (without.outputs / without.seconds)
     with_saves = "" if charged is None else f"{gain * having.seconds / (having.seconds + charged):.2f}"
     return (
-        f"| {name} | {ratio:.2f} | {gain:.2f} | {with_saves} | {100 * without.again:.0f} % | {100 * having.again:.0f} % | "
+        f"| {name} | {ratio:.3g} | {gain:.2f} | {with_saves} | {100 * without.again:.0f} % | {100 * having.again:.0f} % | "
         f"{having.saved} | {having.restored} |"
     )
 
@@ -255,7 +255,7 @@ def main() -> None:
     for line in table(sizes(arguments.requests, 512, 256)):
         print(line, flush=True)
     if arguments.real:
-        for name, size in sizes(8, 192, 64).items():
+        for name, size in sizes(40, 64, 64).items():
             (without, _), (having, ratio) = (on_default_model(size, host) for host in (False, True))
             print(row(f"{name}, default model", without, having, ratio, None), flush=True)
 
