@@ -10,10 +10,10 @@ PYTEST_ARGS ?=
 PROTO := shared/octavo_shared/proto
 
 .DEFAULT_GOAL := help
-.PHONY: help install model serve test lint format bench proto clean distclean
+.PHONY: help install model serve test test-slow lint format bench bench-scheduler bench-host-tier proto clean distclean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-15s %s\n", $$1, $$2}'
 
 # One recipe so that a half-made environment is made again: the stamp comes last.
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
@@ -42,8 +42,17 @@ format: $(STAMP) ## Rewrite the code in the house style
 test: lint model ## Lint, then every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-slow: model ## The tests that take minutes each: every case where 'make test' has a sample
+	$(BIN)/python -m pytest -m slow -s $(PYTEST_ARGS)
+
 bench: model ## Serve the model and measure it at concurrency 1, 8 and 32; figures go to bench/results/
 	$(BIN)/python bench/serving.py $(MODEL)
+
+bench-scheduler: $(STAMP) ## What the scheduler's core costs per step, beside what it is to cost
+	$(BIN)/python bench/scheduler $(ARGS)
+
+bench-host-tier: $(STAMP) ## What the host tier is worth under constant preemption
+	$(BIN)/python bench/host_tier.py $(ARGS)
 
 proto: $(STAMP) ## Generate the wire contract's code anew
 	$(BIN)/python -m grpc_tools.protoc -I shared --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

@@ -89,6 +89,8 @@ def test_a_service_reads_back_what_was_flagged(monkeypatch: pytest.MonkeyPatch) 
             "b",
             "--api-key",
             "k1,k2",
+            "--api-key",
+            "k3",
         ],
         *["--gpu-memory-utilization=0.5", "--dtype", "bfloat16", "--scheduling-policy", "priority"],
     )
@@ -96,7 +98,7 @@ def test_a_service_reads_back_what_was_flagged(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     scheduler, gateway, executor = (load_settings(k) for k in (SchedulerSettings, GatewaySettings, ExecutorSettings))
     assert (scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching) == (4000, False)
-    assert (gateway.served_model_name, gateway.api_key) == (["a", "b"], ["k1", "k2"])
+    assert (gateway.served_model_name, gateway.api_key) == (["a", "b"], ["k1", "k2", "k3"])
     assert (executor.gpu_memory_utilization, executor.dtype, scheduler.scheduling_policy) == (
         0.5,
         "bfloat16",

@@ -17,7 +17,7 @@ from octavo_scheduler.engine import core_config
 from octavo_shared.fold import ChoiceFold
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import ExecutorInfo, StepOutput, StepPlan
-from octavo_shared.records import RequestRecord, SamplingParams
+from octavo_shared.records import Int32Array, RequestRecord, SamplingParams
 from octavo_shared.settings import ExecutorSettings, SchedulerSettings, load_settings
 
 Choices = dict[tuple[int, int], ChoiceFold]
@@ -48,11 +48,11 @@ class Watched:
         return output
 
 
-class NothingLearned(LengthForecast):
-    """It has seen nothing, whatever it sees."""
+class Careless(LengthForecast):
+    """Expects of everyone to be about to end."""
 
-    def observe(self, output_tokens: int) -> None:
-        pass
+    def remaining(self, generated: Int32Array, limit: Int32Array) -> Int32Array:
+        return np.zeros_like(generated)
 
 
 @dataclass
@@ -73,13 +73,13 @@ class Model:
     def stack(self, *, free_moves: bool = False, rash: bool = False, **scheduler: Any) -> Stack:
         """Core and runner, with these scheduler settings; nothing is cached.
 
-        ``rash``: the core never learns how long outputs are, so that it takes in too much and preempts all the time.
+        ``rash``: the core expects outputs to be short, so that it takes in too much and preempts all the time.
         """
         self.runner.reset()
         settings = load_settings(SchedulerSettings, model=str(self.folder), **scheduler)
         core = Scheduler(core_config(self.info, settings))
         if rash:
-            core.forecast = NothingLearned()
+            core.forecast = Careless()
         watch = Watched(self.runner, core, free_moves=free_moves)
         return Stack(InProcess(core, watch, check=True), watch)
 

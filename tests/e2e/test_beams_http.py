@@ -151,7 +151,7 @@ def test_stop_strings_cut_hypotheses(default_stack: Stack) -> None:
     in_all = {word for word in words if all(word in text for text in uncut)}
     assert in_all
     assert words - in_all
-    for word in sorted(words):
+    for word in [*sorted(in_all)[:3], *sorted(words - in_all)[:3]]:
         for answer in (
             whole(default_stack, TEXTS[0], stop=[word]),
             stream(default_stack, prompt=TEXTS[0], stop=[word], **SEARCH),

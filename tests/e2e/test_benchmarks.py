@@ -29,3 +29,29 @@ def test_serving() -> None:
     printed = run("serving.py", "--input-len", "4", "--output-len", "2")
     rows = re.findall(r"^\| (\d+) \| .*\|$", printed, re.MULTILINE)
     assert rows == ["1", "8", "32"] * 2, "one table of rates and one of where a step's time goes"
+
+
+def test_the_cost_of_the_core() -> None:
+    printed = run("scheduler", "--steps", "20", "--blocks", "2000")
+    rows = re.findall(r"^ +(256|1024) +(0|100000) +\d+ +\d+ +[\d.]+ +\d+$", printed, re.MULTILINE)
+    assert rows == [("256", "0"), ("256", "100000"), ("1024", "0"), ("1024", "100000")]
+    assert len(re.findall(r"\(goal [\d.]+(?: to 1.10)?: (?:met|missed)", printed)) == 6
+    assert re.search(r"^2,000 blocks, all findable: \d+ MB resident", printed, re.MULTILINE)
+
+
+def test_the_worth_of_the_host_tier() -> None:
+    """Its times are simulated, so its figures are those of every machine."""
+    printed = run("host_tier.py", "--requests", "16")
+    rows = re.findall(
+        r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| .* (\d+) % \| (\d+) % \| \d+ \| \d+ \|$", printed, re.MULTILINE
+    )
+    assert len(rows) == 12
+    for name, ratio, gain, without, having in rows:
+        assert int(without) > (5 if name == "preemption" else 100)
+        if float(ratio) < 1:
+            # The cheaper a restore, the more it is worth, and hardly anything is computed again.
+            assert float(gain) > 1
+            assert int(having) < int(without) / 3
+        else:
+            # Where computing is cheaper it is computed, once that is known.
+            assert float(gain) > 0.9

@@ -96,7 +96,7 @@ def test_eight_choices_are_eight_requests(
     caching: bool,
 ) -> None:
     model: Model = request.getfixturevalue(pool)
-    stack = model.stack(enable_prefix_caching=caching)
+    stack = model.stack(enable_prefix_caching=caching, rash=pool == "tight")
     sampling = DRAWN if kind == "drawn" else ENDING
     everything = prompts()
     choices = stack.run([of_eight(i, prompt, sampling) for i, prompt in enumerate(everything)])

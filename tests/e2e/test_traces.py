@@ -50,7 +50,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_one_trace_covers_a_request(start_stack: Callable[..., Stack], receiver: Receiver) -> None:
-    # 128 blocks of 16 tokens: two sequences of 700 + 700 tokens cannot both grow to the end.
+    # 100 blocks of 16 tokens: two sequences of 700 + 160 tokens cannot both grow to the end.
     stack = start_stack(
         *("--otlp-traces-endpoint", f"http://127.0.0.1:{receiver.port}", "--served-model-name", "m"),
         *("--max-model-len", "1500", "--num-gpu-blocks-override", "100", "--max-num-batched-tokens", "256"),
@@ -61,6 +61,9 @@ def test_one_trace_covers_a_request(start_stack: Callable[..., Stack], receiver:
         headers = {"traceparent": f"00-{trace_id}-{CLIENT_SPAN}-01"}
         httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=120).raise_for_status()
 
+    # Outputs are short, as far as the scheduler has seen: so it takes both of what follows in.
+    for _ in range(6):
+        httpx.post(f"{stack.url}/v1/completions", json={"model": "m", "prompt": [7], "max_tokens": 1}, timeout=60)
     traces = [TRACE_ID, TRACE_ID[::-1]]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(ask, traces, (5, 6)))

@@ -33,9 +33,11 @@ def transposed_keys(shape: AttentionShape, dtype: torch.dtype) -> PageShapes:
 
 
 def _to_multiples(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [tokens, Hk, D] in multiples of ``scale`` [Hk]; e4m3 saturates."""
+    """x [tokens, Hk, D] in ``dtype``; e4m3 in multiples of ``scale`` [Hk], saturating."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
     wide = x.float() if scale is None else x.float() / scale[:, None]
-    return wide.clamp(-448.0, 448.0).to(dtype) if dtype == torch.float8_e4m3fn else wide.to(dtype)
+    return wide.clamp(-448.0, 448.0).to(dtype)
 
 
 class ReferenceKernels:
@@ -140,8 +142,9 @@ class ReferenceKernels:
             keys = torch.arange(skipped * shape.block_size, length)
             k = k_pages[pages].permute(1, 2, 0, 3).flatten(2)[:, :, : len(keys)].float()  # [Hk, D, keys]
             v = v_pages[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, : len(keys)].float()  # [Hk, keys, D]
-            k = k if extras.k_scale is None else k * extras.k_scale[:, None, None]
-            v = v if extras.v_scale is None else v * extras.v_scale[:, None, None]
+            if k_pages.dtype == torch.float8_e4m3fn:
+                k = k if extras.k_scale is None else k * extras.k_scale[:, None, None]
+                v = v if extras.v_scale is None else v * extras.v_scale[:, None, None]
             group = shape.num_heads // shape.num_kv_heads
             q = heads[start:end, : shape.num_heads].float().transpose(0, 1)  # [Hq, queries, D]
             scores = q @ k.repeat_interleave(group, 0) * shape.scale

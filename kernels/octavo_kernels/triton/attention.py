@@ -88,6 +88,7 @@ class PagedAttention:
         if not qkv.shape[0]:
             return
         extras = extras or AttentionExtras()
+        e4m3 = k_pages.dtype == torch.float8_e4m3fn
         launch = choose_attention(shape, qkv.dtype, k_pages.dtype, batch, qkv.shape[0], self._gpu, self._split_keys)
         work = self._work_list(batch, shape, launch)
         partial, sums = self._partial(shape)
@@ -100,8 +101,8 @@ class PagedAttention:
             readable_pages(v_pages, self._gpu.knows_e4m3 and not INTERPRETED),
             k_scales,
             v_scales,
-            extras.k_scale,
-            extras.v_scale,
+            extras.k_scale if e4m3 else None,
+            extras.v_scale if e4m3 else None,
             extras.sinks,
             extras.slopes,
             batch.block_tables,

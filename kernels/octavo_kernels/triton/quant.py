@@ -55,16 +55,11 @@ def widen(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def quantise_rows(x, D_AXIS: tl.constexpr):
-    """float32 rows -> (int8 rows, float32 scales): the largest magnitude of a row becomes 127. Rows of zeros have scale 1.
-
-    To nearest, halves away from zero.
-    """
-    largest = tl.max(tl.abs(x), D_AXIS)
-    scale = tl.where(largest > 0.0, largest / 127.0, 1.0)
-    scaled = x / tl.expand_dims(scale, D_AXIS)
+def to_int8(x, scale):
+    """float32 in whole multiples of ``scale``, which is at least the largest magnitude / 127; halves away from zero."""
+    scaled = x / scale
     whole = tl.where(scaled < 0.0, scaled - 0.5, scaled + 0.5)
-    return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8), scale
+    return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
 
 
 def page_shape(shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ from octavo_kernels.triton.sampling_process import (
 )
 from octavo_kernels.triton.sampling_select import collect_kernel, survey_kernel
 
-# Tokens of one program of the passes over the vocabulary: 75 programs for a row of 150,000.
+# Tokens of one program of the passes over the vocabulary, the most that the survey can add up: 75 programs for a row of
+# 150,000.
 TILE = 2048
 # Programs that walk over one row's history, each in steps of CHUNK tokens.
 WALKERS = 16
@@ -47,6 +48,7 @@ class _Cut:
 
     @staticmethod
     def of(vocab: int, tile: int) -> _Cut:
+        assert tile <= TILE
         tile = min(tile, max(16, triton.next_power_of_2(vocab)))
         return _Cut(tile, triton.cdiv(vocab, tile))
 

@@ -18,6 +18,9 @@ import triton.language as tl
 from octavo_kernels.triton.sampling_keys import LEVELS, depth_limit, pack_key, precise_log, weight_units
 from octavo_kernels.triton.sampling_process import is_filtered
 
+# One more token in a sum of at most 2,048 weights, each at most 2^38.
+TOKEN = tl.constexpr(1 << 51)
+
 
 @triton.jit
 def row_top(row, top_ptr, tiles, TILES: tl.constexpr):
@@ -25,13 +28,13 @@ def row_top(row, top_ptr, tiles, TILES: tl.constexpr):
     tile = tl.arange(0, TILES)
     tops = tl.load(top_ptr + row * tiles + tile, tile < tiles, float("-inf"))
     bad = tl.max((tops != tops).to(tl.int32), 0)
-    return tl.where(bad != 0, float("nan"), tl.max(tops, 0))
+    return tl.where(bad != 0, float("nan"), tl.max(tl.where(tops != tops, float("-inf"), tops), 0))
 
 
 @triton.jit
 def is_finite(x):
     """False for NaN and both infinities."""
-    return x - x == 0.0
+    return tl.abs(x) < float("inf")
 
 
 @triton.jit
@@ -109,10 +112,11 @@ def survey_kernel(
         if not LIST:
             inside = inside & (values >= min_p_floor(row, top, min_p_ptr))
         at = (row * tiles + tile) * LEVELS
-        for level in tl.static_range(LEVELS):
-            within = inside & (depth <= depth_limit(level))
-            tl.store(counts_ptr + at + level, tl.sum(within.to(tl.int32), 0))
-            tl.store(masses_ptr + at + level, tl.sum(tl.where(within, units, 0), 0))
+        for level in range(LEVELS):
+            # Number and weight are added up as one integer: the weights of a tile come to less than a TOKEN.
+            both = tl.sum(tl.where(inside & (depth <= depth_limit(level)), units + TOKEN, 0), 0)
+            tl.store(counts_ptr + at + level, (both >> 51).to(tl.int32))
+            tl.store(masses_ptr + at + level, both & (TOKEN - 1))
         if TARGET:
             target = tl.load(target_ptr + row)
             known = (target >= 0) & (target < vocab)

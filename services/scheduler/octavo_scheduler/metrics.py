@@ -30,7 +30,11 @@ class SchedulerMetrics:
             return Gauge(f"vllm:{name}", text, (*_LABELS, *labels), registry=self.registry)
 
         def counter(name: str, text: str, labels: Items[str] = ()) -> Counter:
-            return Counter(f"vllm:{name}", text, (*_LABELS, *labels), registry=self.registry)
+            made = Counter(f"vllm:{name}", text, (*_LABELS, *labels), registry=self.registry)
+            if not labels:
+                # Shown from the start: a rate over a series that is not there yet misses its first step.
+                made.labels(*self._values)
+            return made
 
         def histogram(name: str, text: str, buckets: Items[float]) -> Histogram:
             return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)

@@ -10,3 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is off: these tests need the interpreter", allow_module_level=True)
+
+import quick_interpreter  # noqa: E402 - it imports triton
+
+quick_interpreter.install()

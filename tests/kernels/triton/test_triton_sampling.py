@@ -117,8 +117,10 @@ SETTINGS = [  # temperature, top-k, top-p, min-p
 ]
 
 
-@pytest.mark.parametrize(("vocab", "tile"), [(5, 16), (131, 64), (1003, 256)])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize(
+    ("vocab", "tile", "spread"),
+    [(5, 16, 1.0), (131, 64, 0.01), (131, 64, 1.0), (131, 64, 10.0), (1003, 256, 1.0)],
+)
 def test_filters_and_noise(cpu: Kernels, reference: Kernels, vocab: int, tile: int, spread: float) -> None:
     torch.manual_seed(vocab)
     columns = dict(zip(("temperature", "top_k", "top_p", "min_p"), map(list, zip(*SETTINGS, strict=True)), strict=True))
@@ -134,38 +136,30 @@ def test_filters_and_noise(cpu: Kernels, reference: Kernels, vocab: int, tile: i
 
 
 def test_a_large_vocabulary(cpu: Kernels, reference: Kernels) -> None:
-    """Flat rows collect every token, peaked ones few of them."""
+    """A flat row collects every token, a peaked one few of them."""
     torch.manual_seed(0)
-    logits = torch.randn(6, 49155) * torch.tensor([1.0, 1.0, 0.01, 3.0, 3.0, 5.0])[:, None]
-    logits[5] = torch.log(torch.rand(49155)) * 8
-    same(
-        cpu,
-        reference,
-        logits,
-        temperature=[0.0, 1.0, 1.0, 0.8, 1.0, 0.6],
-        top_k=[0, 0, 0, 50, 0, 20],
-        top_p=[1.0, 1.0, 0.9, 0.95, 0.95, 0.95],
-        seed=torch.arange(6),
-    )
+    logits = torch.randn(3, 49155) * torch.tensor([1.0, 0.01, 3.0])[:, None]
+    filters = {"temperature": [1.0, 1.0, 0.6], "top_k": [0, 0, 50], "top_p": [1.0, 0.9, 0.95]}
+    same(cpu, reference, logits, seed=torch.arange(3), **filters)
 
 
 def test_the_kept_tokens_are_the_reference_s(reference: Kernels) -> None:
     """What can be drawn is exactly what the reference keeps, ties included: 5 settings under noise that beats any logit."""
-    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, -1.0, -INF]).repeat(20, 1)
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, -1.0, -INF]).repeat(15, 1)
     settings = [(3, 1.0, 0.0), (6, 0.8, 0.0), (0, 0.62, 0.0), (0, 1.0, 0.36), (0, 0.3, 0.0)]
     kept = [{0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2}, {0, 1, 2, 3}, {0}]
-    top_k, top_p, min_p = map(list, zip(*settings * 4, strict=True))
-    rows = sample_rows(20, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, seed=torch.arange(20) // 5 + 3)
+    top_k, top_p, min_p = map(list, zip(*settings * 3, strict=True))
+    rows = sample_rows(15, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, seed=torch.arange(15) // 5 + 3)
     drawn = sampling.sample(logits, rows)[0].tolist()
-    for r in range(20):
+    for r in range(15):
         assert drawn[r] == sample_row(logits[r], rows, r)[0]
         assert drawn[r] in kept[r % 5]
     assert [len(set(drawn[r::5])) > 1 for r in range(5)] == [True, True, True, True, False]
 
 
 def test_ties_at_the_border_of_top_k_and_top_p(cpu: Kernels, reference: Kernels) -> None:
-    logits = torch.zeros(16, 32)
-    positions = torch.arange(16, dtype=torch.int32)
+    logits = torch.zeros(12, 32)
+    positions = torch.arange(12, dtype=torch.int32)
     by_count = same(cpu, reference, logits, 16, temperature=1.0, top_k=5, seed=3, position=positions)
     assert set(by_count) == set(range(5))
     by_share = same(cpu, reference, logits, 16, temperature=1.0, top_p=0.25, seed=4, position=positions)
@@ -175,7 +169,7 @@ def test_ties_at_the_border_of_top_k_and_top_p(cpu: Kernels, reference: Kernels)
 
 def test_penalties_bias_and_banned_ids(cpu: Kernels, reference: Kernels) -> None:
     torch.manual_seed(0)
-    for seed in range(3):
+    for seed in range(2):
         same(
             cpu,
             reference,
