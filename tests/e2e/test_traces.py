@@ -62,7 +62,7 @@ def test_one_trace_covers_a_request(start_stack: Callable[..., Stack], receiver:
         httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=120).raise_for_status()
 
     # Outputs are short, as far as the scheduler has seen: so it takes both of what follows in.
-    for _ in range(6):
+    for _ in range(60):
         httpx.post(f"{stack.url}/v1/completions", json={"model": "m", "prompt": [7], "max_tokens": 1}, timeout=60)
     traces = [TRACE_ID, TRACE_ID[::-1]]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
