@@ -103,7 +103,10 @@ def _lowest_kept(
 
 @triton.jit
 def _drawn(keys_ptr, count, least, noise, TILE: tl.constexpr):
-    """The id whose value plus noise is largest among the keys not below ``least`` (Gumbel-max: one draw from their softmax)."""
+    """The id whose value plus noise is largest among the keys not below ``least``: one draw from their softmax (Gumbel-max).
+
+    -1 if there are none.
+    """
     best = tl.full([TILE], LOWEST, tl.int64)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)
@@ -111,7 +114,8 @@ def _drawn(keys_ptr, count, least, noise, TILE: tl.constexpr):
         ids = key_id(keys)
         scores = pack_key(key_value(keys) + gumbel(ids, noise), ids)
         best = tl.maximum(best, tl.where((at < count) & (keys >= least), scores, LOWEST))
-    return key_id(tl.max(best, 0))
+    winner = tl.max(best, 0)
+    return tl.where(winner == LOWEST, -1, key_id(winner))
 
 
 @triton.jit
@@ -143,7 +147,8 @@ def draw_kernel(
         keys, count = keys_ptr + row * vocab, tl.load(found_ptr + row)
         least = _lowest_kept(row, keys, count, top, top_k_ptr, top_p_ptr, masses_ptr, tiles, TILE, TILES)
         token = _drawn(keys, count, least, noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row)), TILE)
-    status = tl.where(top != top, NOT_FINITE, tl.where(top == float("-inf"), NOTHING_LEFT, FINE))
+    nothing = (top == float("-inf")) | (token < 0)
+    status = tl.where(top != top, NOT_FINITE, tl.where(nothing, NOTHING_LEFT, FINE))
     tl.store(token_ptr + row, tl.where(status == FINE, token, -1))
     tl.store(status_ptr + row, status.to(tl.uint8))
 

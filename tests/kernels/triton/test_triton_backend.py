@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,14 @@ import pytest
 import torch
 from kernel_cases import sample_rows
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from octavo_executor.model import Transformer
 from octavo_executor.spec import ModelSpec, read_spec
@@ -81,28 +90,38 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+
+
+def saved(folder: Path, kind: Any, config: Any) -> tuple[Path, Any]:
+    """The folder with a random model in it, and transformers' own in float32."""
+    torch.manual_seed(3)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start as ones, biases as zeros: make them count
+                parameter += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(folder)
+    return folder, model
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with the model, and transformers' own in float32."""
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        attn_implementation="eager",
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return folder, model
+    return saved(tmp_path_factory.mktemp("llama"), LlamaForCausalLM, LlamaConfig(**SIZES))
 
 
 def triton_kernels() -> TritonKernels:
@@ -164,6 +183,21 @@ def test_bfloat16_is_close(llama: tuple[Path, Any]) -> None:
     assert 1e-5 < error < 0.1
 
 
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32, attention_bias=True)),
+        (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=7)),
+    ],
+)
+@torch.no_grad()
+def test_norms_of_heads_biases_and_windows(tmp_path: Path, kind: Any, config: Any) -> None:
+    folder, theirs = saved(tmp_path, kind, config)
+    driver, tokens = Driver(folder, triton_kernels()), random_tokens(14, 5)
+    logits = torch.cat([driver.step([("a", tokens[:12])])[0], driver.step([("a", tokens[12:])])[0]])
+    torch.testing.assert_close(logits, theirs(torch.tensor([tokens])).logits[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear(reference: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -201,6 +235,21 @@ def test_types_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.page_shapes(AttentionShape(2, 1, 64, 16, 1.0), torch.float64)
     with pytest.raises(ValueError, match="one of CPUs"):
         choose_kernels("cpu", head_dim=64, block_size=16, device="cuda")
+    assert choose_kernels("auto", head_dim=64, block_size=16).name == "cpu"
     monkeypatch.setattr(backend_module.triton.knobs.runtime, "interpret", False)
     with pytest.raises(UnsupportedDeviceError, match="TRITON_INTERPRET"):
         choose_kernels("triton", head_dim=64, block_size=16)
+
+
+def test_without_triton_the_message_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+from octavo_kernels import choose_kernels
+try:
+    choose_kernels("auto", head_dim=64, block_size=16, device="cuda")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "install octavo[cuda]" in done.stdout

@@ -238,6 +238,12 @@ def test_bad_rows_are_told_apart_and_leave_the_others_alone() -> None:
     assert logits[5, token[5]] > 0.9 * logits[5].max()  # all large values divided by so little are infinite
 
 
+def test_a_filter_that_lets_nothing_through() -> None:
+    """min-p above 1 is refused long before it comes here; if it did come, no token is made up."""
+    token, status = sampling.sample(torch.randn(1, 40), sample_rows(1, temperature=1.0, min_p=2.0))
+    assert (token.tolist(), status.tolist()) == ([-1], [NOTHING_LEFT])
+
+
 def test_no_rows() -> None:
     token, status = sampling.sample(torch.empty(0, 10), sample_rows(0))
     assert token.shape == status.shape == (0,)
