@@ -23,6 +23,13 @@ ITEM, REDUCTION = 8, 4
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+def _operands(dtype: torch.dtype, page_dtype: torch.dtype) -> tl.dtype:
+    """The type of matrix products' operands. All that a byte can mean is exact in float16."""
+    if INTERPRETED:
+        return tl.float32  # the interpreter holds bfloat16 as integers, and multiplies those
+    return tl.float16 if page_dtype.itemsize == 1 else DTYPES[dtype]
+
+
 class _WorkList:
     """The device's lists of one shape of attention; see ``attention_schedule_kernel``."""
 
@@ -126,9 +133,9 @@ class PagedAttention:
             SMALL_M=tiles.small_m,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
-            # The interpreter's matrix products of bfloat16 are wrong: it holds them as integers.
-            DTYPE=tl.float32 if INTERPRETED else DTYPES[qkv.dtype],
+            DTYPE=_operands(qkv.dtype, k_pages.dtype),
             PRECISION="tf32x3" if self._gpu.nvidia else "ieee",
+            PACKED=k_pages.dtype.itemsize == 1 and self._gpu.nvidia and not INTERPRETED,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )

@@ -12,22 +12,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo_kernels.triton.attention_tile import LOG2E, LOWEST, attend
+from octavo_kernels.triton.attention_tile import LIFT, LOG2E, LOWEST, attend
 
 ITEM = tl.constexpr(8)  # int32 of an entry of the work list: 32 bytes, one sector
 REDUCTION = tl.constexpr(4)
 
 
 @triton.jit
-def _queries(qkv_ptr, first_row, queries, first_position, kv_head, qkv_stride, GROUP, D, BLOCK_M, DTYPE: tl.constexpr):
-    """The rows of a tile: (q [M, D_PAD], positions, query tokens and heads int32[M], which rows count)."""
+def _queries(
+    qkv_ptr,
+    first_row,
+    queries,
+    kv_head,
+    qkv_stride,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NARROW: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The rows of a tile: (q [M, D_PAD], what it is multiples of float32[M], query and head int32[M], which rows count).
+
+    With NARROW rows become multiples of their largest magnitude, so that any number of bfloat16 fits into float16.
+    """
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, triton.next_power_of_2(D))
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
     live = query < queries
     at = (first_row + query).to(tl.int64) * qkv_stride + head * D
     q = tl.load(qkv_ptr + at[:, None] + column[None, :], live[:, None] & (column < D)[None, :], 0.0)
-    return q.to(DTYPE), first_position + query, query, head, live
+    scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if NARROW:
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        scale = tl.where(largest > 0.0, largest, 1.0)
+        q = q.to(tl.float32) / scale[:, None]
+    return q.to(DTYPE), scale, query, head, live
 
 
 @triton.jit
@@ -58,6 +77,7 @@ def _attend_item(
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One entry of the list for one key head. The tuples hold parameters of ``attention_kernel``."""
     qkv_ptr, sinks_ptr, tables_ptr, qkv_stride, table_stride = inputs
@@ -72,11 +92,12 @@ def _attend_item(
     leading = tl.load(item_ptr + 7) & 1
 
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
-    q, position, query, head, live = _queries(
-        qkv_ptr, first_row, queries, first_position, kv_head, qkv_stride, GROUP, D, BLOCK_M, DTYPE
+    NARROW: tl.constexpr = memory[0].dtype.element_ty.primitive_bitwidth == 8
+    q, q_scale, query, head, live = _queries(
+        qkv_ptr, first_row, queries, kv_head, qkv_stride, GROUP, D, BLOCK_M, NARROW, DTYPE
     )
     sums = _first_sums(sinks_ptr, head, live, leading, BLOCK_M, D_PAD)
-    tile = (q, position, head)
+    tile = (q, q_scale, first_position + query, head)
     table_ptr = tables_ptr + sequence * table_stride
 
     # Tiles of keys lie at multiples of BLOCK_N and are taken in order, so that no row's sum depends on the rows beside it.
@@ -87,11 +108,11 @@ def _attend_item(
         close = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
         sums = attend(
             tile, sums, memory, rule, table_ptr, begin, end, start, (close - start) // BLOCK_N,
-            PAGE, D, BLOCK_N, False, DTYPE, PRECISION,
+            PAGE, D, BLOCK_N, False, DTYPE, PRECISION, PACKED,
         )  # fmt: skip
     largest, total, values = attend(
         tile, sums, memory, rule, table_ptr, begin, end, close, tl.cdiv(end - close, BLOCK_N),
-        PAGE, D, BLOCK_N, True, DTYPE, PRECISION,
+        PAGE, D, BLOCK_N, True, DTYPE, PRECISION, PACKED,
     )  # fmt: skip
 
     values *= v_scale
@@ -142,6 +163,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,  # keys of a tile
     DTYPE: tl.constexpr,  # of the matrix products' operands
     PRECISION: tl.constexpr,  # how float32 ones are multiplied
+    PACKED: tl.constexpr,  # whether bytes are widened four at a time, see widen
 ):
     """Programs (Hk, any number): program (h, p) takes entries p, p + programs, ... for key head h.
 
@@ -155,6 +177,7 @@ def attention_kernel(
         scale *= tl.load(k_scale_ptr + kv_head)
         v_scale = tl.load(v_scale_ptr + kv_head)
     if k_scales_ptr is not None:
+        v_scale = 1.0 / LIFT
         k_scales_ptr += kv_head * PAGE
         v_scales_ptr += kv_head * PAGE
     k_ptr += kv_head * (PAGE * D)
@@ -170,10 +193,10 @@ def attention_kernel(
         if BLOCK_M == SMALL_M or few_queries != 0:
             _attend_item(
                 item_ptr, kv_head, inputs, memory, rule, v_scale, outputs,
-                GROUP, PAGE, D, SMALL_M, BLOCK_N, DTYPE, PRECISION,
+                GROUP, PAGE, D, SMALL_M, BLOCK_N, DTYPE, PRECISION, PACKED,
             )  # fmt: skip
         else:
             _attend_item(
                 item_ptr, kv_head, inputs, memory, rule, v_scale, outputs,
-                GROUP, PAGE, D, BLOCK_M, BLOCK_N, DTYPE, PRECISION,
+                GROUP, PAGE, D, BLOCK_M, BLOCK_N, DTYPE, PRECISION, PACKED,
             )  # fmt: skip

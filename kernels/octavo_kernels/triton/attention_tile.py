@@ -20,6 +20,9 @@ from octavo_kernels.triton.quant import widen
 
 LOWEST = tl.constexpr(-1.0e30)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Weights times the scales of int8 values become float16. So much larger they keep all their bits for values (per token and
+# head, at most) from 0.00013 to 131,000.
+LIFT = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -43,20 +46,22 @@ def page_of_keys(table_ptr, start, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def load_tile(base_ptr, rows, inside, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """[BLOCK_N, D_PAD]: the D elements from each of ``rows``, zeros beyond; with MASKED only rows ``inside`` are read."""
+def load_tile(
+    base_ptr, chunks, inside, CHUNK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr
+):
+    """[BLOCK_N, D_PAD]: D elements from each of ``chunks`` on, zeros beyond; with MASKED only rows ``inside`` are read."""
     column = tl.arange(0, D_PAD)
-    at = base_ptr + rows[:, None] + column[None, :]
+    at = base_ptr + chunks.to(tl.int64)[:, None] * CHUNK + column[None, :]
     if MASKED:
         if D == D_PAD:
-            tile = tl.load(at, inside[:, None], 0)
+            tile = tl.load(at, inside[:, None], 0.0)
         else:
-            tile = tl.load(at, inside[:, None] & (column < D)[None, :], 0)
+            tile = tl.load(at, inside[:, None] & (column < D)[None, :], 0.0)
     else:
         if D == D_PAD:
             tile = tl.load(at)
         else:
-            tile = tl.load(at, (column < D)[None, :], 0)
+            tile = tl.load(at, (column < D)[None, :], 0.0)
     return tile
 
 
@@ -72,7 +77,7 @@ def online_softmax(scores, factor, sums):
 
 @triton.jit
 def attend(
-    tile,  # q [M, D_PAD], positions int32[M], heads int32[M]
+    tile,  # q [M, D_PAD], what its rows are multiples of float32[M], positions int32[M], heads int32[M]
     sums,  # float32: largest score [M], total of weights [M], weighted values [M, D_PAD]
     memory,  # see attention_kernel, from this head on: keys and values, their scales or None, distances of pages
     rule,  # see attention_kernel: scale, soft_cap, window, slopes
@@ -87,32 +92,36 @@ def attend(
     MASKED: tl.constexpr,  # whether a query of these tiles may not see a key of them
     DTYPE: tl.constexpr,  # of the matrix products' operands
     PRECISION: tl.constexpr,  # how float32 ones are multiplied
+    PACKED: tl.constexpr,  # see widen
 ):
     """The sums after ``tiles`` tiles of keys.
 
     The pages of the next tile are looked up a round ahead: with the lookup inside the round, the compiler's software
-    pipeline is cut in half, since the addresses of a load then wait for a load themselves. Offsets take 64 bits: pools are
-    larger than 2**31 elements.
+    pipeline is cut in half, since the addresses of a load then wait for a load themselves. Where rows lie is kept in chunks
+    of 16 bytes: pools are larger than 2**31 elements, and 64 bits for each would cost the registers of a larger tile.
     """
-    q, position, head = tile
+    q, q_scale, position, head = tile
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, page_stride, scale_stride = memory
     scale, soft_cap, window, slopes_ptr = rule
+    CHUNK: tl.constexpr = 128 // k_ptr.dtype.element_ty.primitive_bitwidth
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head).to(tl.float32)[:, None] * LOG2E
     pages = page_of_keys(table_ptr, start, begin, tl.where(tiles > 0, end, begin), PAGE, BLOCK_N)
     for i in tl.range(tiles):
         key = start + i * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (key >= begin) & (key < end)
-        rows = pages.to(tl.int64) * page_stride + key % PAGE * D
+        chunks = pages * (page_stride // CHUNK) + key % PAGE * (D // CHUNK)
         if k_scales_ptr is not None:
-            scales = pages.to(tl.int64) * scale_stride + key % PAGE
+            scales = pages * scale_stride + key % PAGE
         after = start + (i + 1) * BLOCK_N
         pages = page_of_keys(table_ptr, after, begin, tl.where(i + 1 < tiles, end, begin), PAGE, BLOCK_N)
 
-        k = load_tile(k_ptr, rows, inside, D, q.shape[1], MASKED)
-        scores = tl.dot(q, tl.trans(widen(k, DTYPE)), input_precision=PRECISION)
+        k = load_tile(k_ptr, chunks, inside, CHUNK, D, q.shape[1], MASKED)
+        scores = tl.dot(q, tl.trans(widen(k, DTYPE, PACKED)), input_precision=PRECISION)
+        if CHUNK == 16:
+            scores *= q_scale[:, None]
         if k_scales_ptr is not None:
-            scores *= tl.load(k_scales_ptr + scales, inside, 0.0)[None, :]
+            scores *= tl.load(k_scales_ptr + scales.to(tl.int64), inside, 0.0)[None, :]
         factor = scale
         if soft_cap is not None:
             scores = soft_cap * tanh(scores * scale)
@@ -129,9 +138,9 @@ def attend(
             scores = tl.where(seen, scores, float("-inf"))
         weights, sums = online_softmax(scores, factor, sums)
         largest, total, values = sums
-        v = load_tile(v_ptr, rows, inside, D, q.shape[1], MASKED)
+        v = load_tile(v_ptr, chunks, inside, CHUNK, D, q.shape[1], MASKED)
         if v_scales_ptr is not None:
-            weights *= tl.load(v_scales_ptr + scales, inside, 0.0)[None, :]
-        values = tl.dot(weights.to(DTYPE), widen(v, DTYPE), values, input_precision=PRECISION)
+            weights *= tl.load(v_scales_ptr + scales.to(tl.int64), inside, 0.0)[None, :] * LIFT
+        values = tl.dot(weights.to(DTYPE), widen(v, DTYPE, PACKED), values, input_precision=PRECISION)
         sums = (largest, total, values)
     return sums
