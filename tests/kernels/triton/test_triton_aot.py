@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def compiled(warps: int = 4, shared_bytes: int = 71680) -> Compiled:
 def code(registers: int = 154, spilled_bytes: int = 0, **counts: int) -> Code:
     widths = Counter({"LDGSTS.E.BYPASS.128": counts.pop("wide", 0), "LDGSTS.E": counts.pop("narrow", 0)})
     counts["LDGSTS"] = widths.total()
-    return Code(registers, spilled_bytes, 1000, Counter(counts), widths, Counter(HMMA=32, FADD=368))
+    return Code(registers, spilled_bytes, 1000, Counter(counts), widths, Counter(HMMA=32, FADD=368), 8192, 32 * 2048)
 
 
 def case(traits: frozenset[str] = ALL) -> Case:
@@ -86,9 +87,10 @@ def test_estimates() -> None:
     assert floor_s(Work(4.8e9, 1.0), H200, H200.memory_bytes_per_s) == (pytest.approx(1e-3), "memory")
     assert floor_s(Work(1.0, 989e9), H200, H200.memory_bytes_per_s) == (pytest.approx(1e-3), "matrix")
     # 400 instructions of 4 warps take 400 clocks; 32 KiB come to one of 132 multiprocessors in 0.9 µs, 1,649 clocks.
-    share = issue_share(compiled(), code(), Work(1.0, loop_bytes=32768), H200)
+    share = issue_share(compiled(), code(), H200)
     assert share == pytest.approx(400 / (32768 / (4.8e12 / 132) * 1.83e9))
-    assert issue_share(compiled(), code(), Work(1.0), H200) is None
+    assert issue_share(compiled(), code(), MI300) is None
+    assert issue_share(compiled(), replace(code(), loop=Counter()), H200) is None
 
 
 LISTING = """
@@ -100,7 +102,7 @@ LISTING = """
         /*0030*/                   FADD R1, R1, R2 ;
         /*0040*/               @P1 BRA `(.L_x_2) ;
 .L_x_3:
-        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0050*/                   HMMA.16816.F32.BF16 R24, R4, R6, R24 ;
         /*0060*/               @P2 BRA `(.L_x_3) ;
         /*0070*/               @P1 BRA `(.L_x_1) ;
         /*0080*/                   EXIT ;
@@ -114,8 +116,9 @@ def test_the_main_loop_is_the_innermost_with_most_matrix_work(monkeypatch: pytes
     monkeypatch.setattr(machine_code, "_run", lambda tool, *_: usage if tool == "cuobjdump" else LISTING)
     read = machine_code.read(compiled(), H200)
     assert (read.registers, read.spilled_bytes, read.instructions) == (255, 24, 10)
-    assert read.loop == Counter(HGMMA=1, BRA=1)
-    assert read.matrix == "HGMMA"
+    assert read.loop == Counter(LDGSTS=1, HGMMA=1, FADD=1, BRA=1)  # one of these does more than many of the other
+    assert (read.loop_bytes, read.loop_products) == (512, 64 * 64 * 16 // 4)
+    assert read.matrix == "HGMMA+HMMA"
     assert read.async_loads == 1
     assert read.wide_share == 1.0
 

@@ -60,17 +60,15 @@ def _decode_work(shape: AttentionShape, dtype: torch.dtype, pages: torch.dtype) 
     """Every key and value is read once; queries and outputs are little beside them."""
     keys = SEQS * KEYS * shape.num_kv_heads
     little = 2 * SEQS * shape.num_heads * shape.head_dim * dtype.itemsize
-    flops = 4 * SEQS * KEYS * shape.num_heads * shape.head_dim
-    tile = 64 if shape.head_dim <= 128 else 32
-    return Work(keys * _row_bytes(shape, pages) + little, flops, tile * _row_bytes(shape, pages))
+    return Work(keys * _row_bytes(shape, pages) + little, 4.0 * SEQS * KEYS * shape.num_heads * shape.head_dim)
 
 
-def _chunk_work(shape: AttentionShape, dtype: torch.dtype, pages: torch.dtype, rows: int, tile: int) -> Work:
+def _chunk_work(shape: AttentionShape, dtype: torch.dtype, pages: torch.dtype) -> Work:
     """Queries see the KEYS - CHUNK keys before the chunk and half of the chunk, on average."""
     pairs = CHUNK * (KEYS - CHUNK + (CHUNK + 1) / 2)
     moved = KEYS * shape.num_kv_heads * _row_bytes(shape, pages)
     moved += 2 * CHUNK * shape.num_heads * shape.head_dim * dtype.itemsize
-    return Work(moved, 4 * pairs * shape.num_heads * shape.head_dim, 0.0, 4.0 * rows * tile * shape.head_dim)
+    return Work(moved, 4.0 * pairs * shape.num_heads * shape.head_dim)
 
 
 def _shape(dim: int, block: int = 16, window: int = 0, soft_cap: float = 0.0) -> AttentionShape:
@@ -87,8 +85,7 @@ def _attention_cases() -> Iterator[Case]:
             quick = dim == 128 and pages in (BF16, E4M3)
             yield Case("attention, decodes", variant, "attention_kernel", decode, work, QUICK, quick)
             chunk = partial(_attention, shape=shape, dtype=dtype, pages=pages, seqs=SEQS, tokens=CHUNK, extras=False)
-            wide = dtype == F32 or dim == 256
-            work = _chunk_work(shape, dtype, pages, 64 if wide else 128, 32 if wide else 64)
+            work = _chunk_work(shape, dtype, pages)
             yield Case(
                 "attention, chunks", variant, "attention_kernel", chunk, work, QUICK, dim == 128 and pages == BF16
             )
@@ -101,7 +98,7 @@ def _attention_cases() -> Iterator[Case]:
     ):
         for group, tokens in (("attention, decodes", SEQS), ("attention, chunks", CHUNK)):
             launch = partial(_attention, shape=shape, dtype=BF16, pages=BF16, seqs=SEQS, tokens=tokens, extras=extras)
-            work = _decode_work(shape, BF16, BF16) if tokens == SEQS else _chunk_work(shape, BF16, BF16, 128, 64)
+            work = _decode_work(shape, BF16, BF16) if tokens == SEQS else _chunk_work(shape, BF16, BF16)
             yield Case(group, f"bf16, head 128, {name}", "attention_kernel", launch, work, QUICK)
 
 

@@ -51,7 +51,7 @@ def check(case: Case, target_name: str) -> Result:
         code.async_loads,
         code.instructions,
         code.loop.total(),
-        issue_share(compiled, code, case.work, target),
+        issue_share(compiled, code, target),
         case.work.bytes_,
         case.work.flops,
         seconds,

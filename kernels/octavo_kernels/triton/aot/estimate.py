@@ -16,12 +16,10 @@ ISSUE = 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a launch must at least move and compute. ``loop_bytes`` is what one round of its main loop reads."""
+    """What a launch must at least move and compute."""
 
     bytes_: float
     flops: float = 0.0
-    loop_bytes: float = 0.0
-    loop_flops: float = 0.0
 
 
 def blocks_per_multiprocessor(compiled: Compiled, code: Code, target: Target) -> int:
@@ -43,17 +41,16 @@ def floor_s(work: Work, target: Target, memory_bytes_per_s: float) -> tuple[floa
     return (by_memory, "memory") if by_memory >= by_matrix else (by_matrix, "matrix")
 
 
-def issue_share(compiled: Compiled, code: Code, work: Work, target: Target) -> float | None:
+def issue_share(compiled: Compiled, code: Code, target: Target) -> float | None:
     """Share of issue slots that the main loop takes when its loads or its products run at full speed; None: unknown.
 
     Near or above 1 the instructions themselves would be the bound.
     """
-    rounds_bytes, rounds_flops = work.loop_bytes, work.loop_flops
-    if not code.loop or not target.gpu.nvidia or not rounds_bytes + rounds_flops:
+    if not code.loop or not target.gpu.nvidia:
         return None
-    per_multiprocessor = target.gpu.multiprocessors
+    multiprocessors = target.gpu.multiprocessors
     seconds = max(
-        rounds_bytes / (target.memory_bytes_per_s / per_multiprocessor),
-        rounds_flops / (target.matrix_flops_per_s / per_multiprocessor),
+        code.loop_bytes * compiled.warps / (target.memory_bytes_per_s / multiprocessors),
+        2.0 * code.loop_products * compiled.warps / (target.matrix_flops_per_s / multiprocessors),
     )
     return code.loop.total() * compiled.warps / ISSUE / (seconds * target.clock_hz)

@@ -26,7 +26,11 @@ _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """``loop`` counts the instructions of the innermost loop with most matrix instructions for its length, if any."""
+    """``counts`` and ``loop`` go by the instruction's name, ``widths`` by all of it.
+
+    ``loop`` is the innermost loop that does most products per instruction, if any; a warp loads ``loop_bytes``
+    asynchronously and does ``loop_products`` multiplications and additions in a round of it.
+    """
 
     registers: int
     spilled_bytes: int
@@ -34,6 +38,8 @@ class Code:
     counts: Counter[str]
     widths: Counter[str] = field(default_factory=Counter)
     loop: Counter[str] = field(default_factory=Counter)
+    loop_bytes: int = 0
+    loop_products: int = 0
 
     @property
     def matrix(self) -> str:
@@ -50,9 +56,7 @@ class Code:
         """Share of what those load that comes 16 bytes a thread. (The scales of int8 pages come four at a time.)"""
         moved: Counter[int] = Counter()
         for name, count in self.widths.items():
-            if name.split(".")[0] == "LDGSTS":
-                size = 16 if ".128" in name else 8 if ".64" in name else 4
-                moved[size] += size * count
+            moved[_copied(name)] += _copied(name) * count
         return moved[16] / max(1, moved.total())
 
 
@@ -73,18 +77,43 @@ def _nvidia(cubin: bytes) -> Code:
     registers, stack, local = map(int, found.groups())
     lines, labels = _listing(listing)
     names = [_name(line) for line in lines]
-    short = [name.split(".")[0] for name in names]
-    best: Counter[str] = Counter()
-    for first, last in _innermost(lines, labels):
-        inside = Counter(short[first : last + 1])
-        if _density(inside) > _density(best):
-            best = inside
+    short = (name.split(".")[0] for name in names)
+    loops = [names[first : last + 1] for first, last in _innermost(lines, labels)]
+    best = max(loops, key=lambda loop: _products(loop) / len(loop), default=[])
+    if not _products(best):
+        best = []
     widths = Counter(name for name in names if name.startswith(("LDG", "STG")))
-    return Code(registers, max(stack, local), len(lines), Counter(short), widths, best)
+    return Code(
+        registers,
+        max(stack, local),
+        len(lines),
+        Counter(short),
+        widths,
+        Counter(name.split(".")[0] for name in best),
+        32 * sum(map(_copied, best)),
+        _products(best),
+    )
 
 
-def _density(counts: Counter[str]) -> float:
-    return sum(counts[name] for name in MATRIX) / max(1, counts.total())
+def _copied(name: str) -> int:
+    """Bytes that an instruction copies to shared memory for one thread; 0 for any other instruction."""
+    if name.split(".")[0] != "LDGSTS":
+        return 0
+    return 16 if ".128" in name else 8 if ".64" in name else 4
+
+
+def _products(names: list[str]) -> int:
+    """Multiplications and additions of matrix instructions, of one warp."""
+    total = 0
+    for name in names:
+        if found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
+            m, n, k = map(int, found.groups())
+            total += m * n * k // 4  # four warps issue it together
+        elif found := re.match(r"HMMA\.(168)(16|8|4)\b", name):
+            total += 16 * 8 * int(found[2])
+        elif name.startswith("UTCHMMA"):
+            total += 128 * 64 * 16 // 4  # its shape is in a descriptor
+    return total
 
 
 def _run(tool: str, *args: str) -> str:
