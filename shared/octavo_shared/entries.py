@@ -118,6 +118,7 @@ def encode_request(record: RequestRecord) -> bytes:
         stop=record.stop,
         include_stop_str_in_output=record.include_stop_str_in_output,
         presentation=record.presentation,
+        tenant_weight=record.tenant_weight,
     ).SerializeToString()
 
 
@@ -153,6 +154,7 @@ def decode_request(data: bytes) -> RequestRecord:
             stop=tuple(message.stop),
             include_stop_str_in_output=message.include_stop_str_in_output,
             presentation=message.presentation,
+            tenant_weight=message.tenant_weight,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error
