@@ -29,7 +29,7 @@ def make_key(argv: list[str]) -> int:
     args = vars(parser.parse_args(argv))
     path = Path(args.pop("file")).expanduser()
     key = mint_key()
-    fields = {name: value for name, value in args.items() if value not in (None, False)}
+    fields = {name: value for name, value in args.items() if value is not None and value is not False}
     try:
         record = record_of({**fields, "sha256": digest_of(key.encode())})
     except ValueError as error:
