@@ -23,5 +23,5 @@ def test_a_cpu_does_its_work_at_once() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="there is no GPU 0: torch .* finds 0"):
+    with pytest.raises(ValueError, match=r"there is no GPU 0: torch .* finds 0"):
         CudaDevice()
