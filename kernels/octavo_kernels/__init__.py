@@ -5,6 +5,8 @@ from octavo_kernels.interface import (
     AttentionExtras,
     AttentionShape,
     Candidates,
+    Fp8Rows,
+    Int4Rows,
     Kernels,
     LinearWeight,
     Logprobs,
@@ -13,6 +15,7 @@ from octavo_kernels.interface import (
     SampleRows,
     SampleStatus,
     StepBounds,
+    WeightRows,
 )
 from octavo_kernels.select import UnsupportedShapeError, choose_kernels
 
@@ -21,6 +24,8 @@ __all__ = [
     "AttentionExtras",
     "AttentionShape",
     "Candidates",
+    "Fp8Rows",
+    "Int4Rows",
     "Kernels",
     "LinearWeight",
     "Logprobs",
@@ -30,5 +35,6 @@ __all__ = [
     "SampleStatus",
     "StepBounds",
     "UnsupportedShapeError",
+    "WeightRows",
     "choose_kernels",
 ]
