@@ -59,12 +59,12 @@ _TO_BFLOAT16 = tl.constexpr(_WIDEN.format(base="0x43004300", one="0x3f803f80", t
 @triton.jit
 def _codes(packed, zero, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """uint8[n, m] and their zeros uint8[n] -> (low, high), codes less zeros, in ``DTYPE`` [n, m]."""
-    if PACKED and DTYPE == tl.float16:
+    if PACKED and tl.float16 == DTYPE:
         bias = tl.broadcast_to((-1024.0 - zero.to(tl.float32)).to(tl.float16)[:, None], packed.shape)
         low, high = tl.inline_asm_elementwise(
             _TO_FLOAT16, "=r,=r,=r,=r,r,r,r", [packed, bias], (tl.float16, tl.float16), is_pure=False, pack=4
         )
-    elif PACKED and DTYPE == tl.bfloat16:
+    elif PACKED and tl.bfloat16 == DTYPE:
         bias = tl.broadcast_to((-128.0 - zero.to(tl.float32)).to(tl.bfloat16)[:, None], packed.shape)
         low, high = tl.inline_asm_elementwise(
             _TO_BFLOAT16, "=r,=r,=r,=r,r,r,r", [packed, bias], (tl.bfloat16, tl.bfloat16), is_pure=False, pack=4

@@ -14,6 +14,7 @@ import torch
 
 Words = npt.NDArray[np.uint32]
 
+
 def prmt(a: Words, b: Words, selector: Words) -> Words:
     """Byte i of the result is that of {b, a} which digit i of the selector names."""
     both = [(source >> np.uint32(8 * i)) & np.uint32(255) for source in (a, b) for i in range(4)]
@@ -57,7 +58,7 @@ INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "prmt.b32": prmt,
     "lop3.b32": lop3,
     "fma.rn.f16x2": halves(lambda a, b, c: a * b + c),
-    "fma.rn.bf16x2": lambda a, b, c: words_of((bfloats(a) * bfloats(b) + bfloats(c))),
+    "fma.rn.bf16x2": lambda a, b, c: words_of(bfloats(a) * bfloats(b) + bfloats(c)),
     "mul.rn.f16x2": halves(np.multiply),
     "sub.rn.f16x2": halves(np.subtract),
 }
