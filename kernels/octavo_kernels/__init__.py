@@ -15,6 +15,7 @@ from octavo_kernels.interface import (
     SampleRows,
     SampleStatus,
     StepBounds,
+    StepRows,
     WeightRows,
 )
 from octavo_kernels.select import UnsupportedShapeError, choose_kernels
@@ -34,6 +35,7 @@ __all__ = [
     "SampleRows",
     "SampleStatus",
     "StepBounds",
+    "StepRows",
     "UnsupportedShapeError",
     "WeightRows",
     "choose_kernels",

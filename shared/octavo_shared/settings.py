@@ -211,9 +211,14 @@ class ExecutorSettings(CommonSettings):
     quantization: Literal["fp8", "awq", "gptq", "compressed-tensors"] | None = setting(
         None, "model", "fp8: round plain weights to 8 bits as they are loaded. Others must be what the checkpoint has."
     )
-    enforce_eager: bool = setting(False, "model", "On a GPU, launch every kernel by itself instead of graphs of decodes.")
+    enforce_eager: bool = setting(
+        False, "model", "On a GPU, launch every kernel by itself instead of graphs of decodes."
+    )
     max_cudagraph_capture_size: Count | None = setting(
-        None, "model", "Largest batch of decodes that a graph is captured for (default 512, at most --max-num-seqs).", ge=1
+        None,
+        "model",
+        "Largest batch of decodes that a graph is captured for (default 512, at most --max-num-seqs).",
+        ge=1,
     )
     cudagraph_capture_sizes: CountList = setting(
         [], "model", "Batches that graphs are captured for, comma separated; default: 1, 2, 4 and multiples of 8."

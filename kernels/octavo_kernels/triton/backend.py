@@ -20,9 +20,11 @@ from octavo_kernels.interface import (
     Logprobs,
     PageShapes,
     SampleRows,
+    StepRows,
     WeightRows,
 )
 from octavo_kernels.reference.backend import pack_whole
+from octavo_kernels.triton import batch as batch_inputs
 from octavo_kernels.triton import cache, layers, sampling, weights
 from octavo_kernels.triton import pages as page_moves
 from octavo_kernels.triton.attention import PagedAttention
@@ -102,6 +104,17 @@ class TritonKernels:
 
     def record(self) -> None:
         return None
+
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        batch_inputs.write_rows(table, segments, words, longest)
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        batch_inputs.put_tokens(table, rows, columns, tokens)
+
+    def prepare_inputs(
+        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
 
     def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
         return weights.can_hold(rows)

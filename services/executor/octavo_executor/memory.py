@@ -80,9 +80,7 @@ def plan_gpu_blocks(request: PoolRequest, use: GpuUse) -> int:
     return blocks
 
 
-def plan_pool(
-    request: PoolRequest, use: GpuUse | None, *, fixed_length: bool
-) -> tuple[int, int]:
+def plan_pool(request: PoolRequest, use: GpuUse | None, *, fixed_length: bool) -> tuple[int, int]:
     """(number of blocks, model length). A length nobody asked for (not ``fixed_length``) shrinks to what the pool holds.
 
     Raises:
