@@ -220,7 +220,7 @@ class ExecutorSettings(CommonSettings):
         "Largest batch of decodes that a graph is captured for (default 512, at most --max-num-seqs).",
         ge=1,
     )
-    cudagraph_capture_sizes: CountList = setting(
+    cuda_graph_sizes: CountList = setting(
         [], "model", "Batches that graphs are captured for, comma separated; default: 1, 2, 4 and multiples of 8."
     )
     max_model_len: Count | None = setting(None, "model", "Longest sequence in tokens; default from the model.", ge=1)

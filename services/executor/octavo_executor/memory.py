@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 # Of captured graphs, per layer of a graph: the driver's own memory for some ten launches. An estimate, and a generous one.
 GRAPH_LAYER_BYTES = 64 << 10
-MAX_CAPTURE_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +97,6 @@ def plan_pool(request: PoolRequest, use: GpuUse | None, *, fixed_length: bool) -
         "the KV cache holds %d tokens: the model length is lowered from %d to that", shorter, request.max_model_len
     )
     return num_blocks, shorter
-
-
-def capture_sizes(max_num_seqs: int, largest: int | None, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Batches of decodes that graphs are captured for, rising: ``sizes`` if there are any, else 1, 2, 4, multiples of 8 up
-    to 256 and of 16 beyond, up to ``largest`` (512 if None) and the batch that covers ``max_num_seqs``.
-
-    Raises:
-        SettingError: ``sizes`` are larger than ``max_num_seqs``.
-    """
-    if sizes:
-        if max(sizes) > max_num_seqs:
-            raise SettingError(f"--cudagraph-capture-sizes: {max(sizes)} is more than --max-num-seqs {max_num_seqs}")
-        return tuple(sorted(set(sizes)))
-    limit = min(largest or MAX_CAPTURE_SIZE, max_num_seqs)
-    usual = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
-    return tuple(sorted({size for size in usual if size <= limit} | {limit}))
 
 
 def graph_bytes(sizes: Sequence[int], num_layers: int) -> int:
