@@ -45,6 +45,12 @@ def words_down(codes: Tensor) -> Tensor:
     return words_across(codes.t()).t().contiguous()
 
 
+def less(words: Tensor, amount: int) -> Tensor:
+    """The words less ``amount``, in 32 bits."""
+    values = [[(value - amount) & 0xFFFFFFFF for value in row] for row in words.tolist()]
+    return torch.tensor([[v - (1 << 32) if v >> 31 else v for v in row] for row in values], dtype=torch.int32)
+
+
 def rounded(matrix: Tensor, group: Tensor, groups: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [n, k], scales float16[n, G] and zeros [n, G] for a matrix [n, k] whose input i belongs to ``group[i]``."""
     codes = torch.zeros(matrix.shape, dtype=torch.int64)
@@ -56,7 +62,8 @@ def rounded(matrix: Tensor, group: Tensor, groups: int, symmetric: bool) -> tupl
         else:
             low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
             scale = ((high - low) / 15).half()
-            zero = (-low / scale.float()).round().clamp(1, 15).long()
+            zero = (-low / scale.float()).round().clamp(0, 15).long()
+            zero[::5] = 0  # as a quantiser may find it
         scales[:, g], zeros[:, g] = scale, zero
         codes[:, group == g] = (part / scale.float()[:, None]).round().long().add(zero[:, None]).clamp(0, 15)
     return codes, scales, zeros
@@ -78,13 +85,13 @@ def awq(name: str, matrix: Tensor, group: Tensor, groups: int) -> tuple[Tensors,
 
 
 def gptq(offset: int) -> Callable[[str, Tensor, Tensor, int], tuple[Tensors, Tensor]]:
-    """With zeros stored less ``offset``: 1 in the older format, 0 in "gptq_v2"."""
+    """With zeros stored less ``offset``, 1 in the older format, 0 in "gptq_v2"; taken from the words, not from each zero."""
 
     def pack(name: str, matrix: Tensor, group: Tensor, groups: int) -> tuple[Tensors, Tensor]:
         codes, scales, zeros = rounded(matrix, group, groups, symmetric=False)
         stored = {
             f"{name}.qweight": words_down(codes.t()),
-            f"{name}.qzeros": words_across(zeros.t() - offset),
+            f"{name}.qzeros": less(words_across(zeros.t()), offset * 0x11111111),
             f"{name}.scales": scales.t().contiguous(),
             f"{name}.g_idx": group.int(),
             f"{name}.bias": torch.zeros(len(matrix), dtype=torch.float16),

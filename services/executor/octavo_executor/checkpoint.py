@@ -109,7 +109,9 @@ class Checkpoint:
         groups = self._groups(name, columns, quantization)
         words = self._codes(f"{name}.qweight", columns // 8, count)
         codes = unpack(words.t().contiguous(), PLACES)
-        zeros = unpack(self._codes(f"{name}.qzeros", groups, count // 8), PLACES).t() + quantization.zero_offset
+        # The older format's writers take 1 from every zero by one subtraction of words, borrows and all; so it is added.
+        words = self._codes(f"{name}.qzeros", groups, count // 8) + quantization.zero_offset * 0x11111111
+        zeros = unpack(words, PLACES).t()
         rows = Int4Rows(codes, self._scales(f"{name}.scales", groups, count).t(), zeros)
         return self._in_order(name, rows, f"{name}.g_idx")
 

@@ -91,7 +91,9 @@ def plan_pool(request: PoolRequest, use: GpuUse | None, *, fixed_length: bool) -
     except SettingError:
         if fixed_length:
             raise
-    num_blocks = plan(replace(request, max_model_len=1))
+    # As many blocks as before, asked for in the name of more sequences, each of them short enough.
+    most = request.max_num_seqs * -(-request.max_model_len // request.block_size)
+    num_blocks = plan(replace(request, max_model_len=1, max_num_seqs=most))
     shorter = min(request.max_model_len, num_blocks * request.block_size)
     logger.warning(
         "the KV cache holds %d tokens: the model length is lowered from %d to that", shorter, request.max_model_len
