@@ -65,10 +65,10 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
         await saboteur.close()
         await redis.aclose()
         statuses = await stack.stop()
+    verdict.leaks += [f"{name} stopped with status {status}" for name, status in statuses.items() if status]
     report(verdict, saboteur.happened, told)
     for line in surprises:
         print(f"ended: {line}")
-    verdict.leaks += [f"{name} stopped with status {status}" for name, status in statuses.items() if status]
     print("the promise was kept" if verdict.good else f"BROKEN; again with --seed {args.seed}", flush=True)
     return 0 if verdict.good else 1
 

@@ -58,7 +58,7 @@ def _penalties(rng: random.Random) -> dict[str, Any]:
         "presence_penalty": 0.7,
         "frequency_penalty": 0.4,
         "repetition_penalty": 1.2,
-        "min_tokens": rng.choice([0, 12]),
+        "min_tokens": rng.choice([0, 8]),
         "logit_bias": {str(rng.randrange(2, 300)): 2.0},
     }
 
