@@ -27,9 +27,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of requests and faults (default: drawn, and printed)")
     parser.add_argument("--every", type=float, default=1.2, help="seconds between faults, on average")
     parser.add_argument("--at-once", type=int, default=10, help="clients")
-    parser.add_argument("--only", action="append", default=[], help="only faults whose names begin so (again and again)")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only faults whose names begin so (again and again)"
+    )
     parser.add_argument("--fsync", default="always", choices=["always", "everysec"], help="Redis' appendfsync")
-    parser.add_argument("--keep", type=Path, default=None, help="folder for the services' output (default: a temporary one)")
+    parser.add_argument(
+        "--keep", type=Path, default=None, help="folder for the services' output (default: a temporary one)"
+    )
     args = parser.parse_args()
     args.seed = random.randrange(1 << 31) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:

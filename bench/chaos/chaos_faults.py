@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from chaos_process import Process
+from chaos_proxy import Proxy
 from chaos_stack import MODEL, ChaosStack
 from redis.exceptions import RedisError
 
@@ -92,27 +94,33 @@ class Saboteur:
         return "all"
 
     async def _kill_scheduler(self) -> str:
-        process = self._rng.choice(self._stack.schedulers)
+        process = await self._scheduler()
         process.kill()
         return process.name
 
-    async def _pause(self, process: object, least_s: float, most_s: float) -> str:
+    async def _scheduler(self) -> Process:
+        """Mostly the one at work, sometimes one that stands by."""
+        at_work = await asyncio.to_thread(self._stack.at_work)
+        standing_by = self._rng.choice(self._stack.schedulers)
+        return standing_by if at_work is None or self._rng.random() < 0.2 else at_work
+
+    async def _pause(self, process: Process, least_s: float, most_s: float) -> str:
         seconds = self._rng.uniform(least_s, most_s)
-        process.pause()  # type: ignore[attr-defined]
+        process.pause()
         await asyncio.sleep(seconds)
-        process.resume()  # type: ignore[attr-defined]
-        return f"{process.name} for {seconds:.1f} s"  # type: ignore[attr-defined]
+        process.resume()
+        return f"{process.name} for {seconds:.1f} s"
 
     async def _pause_executor(self) -> str:
         return await self._pause(self._rng.choice(self._stack.executors), 0.2, 4)
 
     async def _pause_scheduler(self) -> str:
-        return await self._pause(self._rng.choice(self._stack.schedulers), 0.2, 2)
+        return await self._pause(await self._scheduler(), 0.2, 2)
 
     async def _pause_scheduler_long(self) -> str:
         # Beyond its lease: it wakes as somebody who has been replaced.
         lease_s = self._stack.sizes.lease_s
-        return await self._pause(self._rng.choice(self._stack.schedulers), 1.1 * lease_s, 2 * lease_s)
+        return await self._pause(await self._scheduler(), 1.1 * lease_s, 2 * lease_s)
 
     async def _pause_gateway(self) -> str:
         return await self._pause(self._rng.choice(self._stack.gateways), 0.2, 3)
@@ -126,30 +134,30 @@ class Saboteur:
 
     # --- lines ---
 
-    def _line(self, suffix: str) -> object:
+    def _line(self, suffix: str) -> Proxy:
         return self._rng.choice([proxy for name, proxy in self._stack.proxies.items() if name.endswith(suffix)])
 
     async def _cut_executor(self) -> str:
         proxy = self._line("-scheduler")
-        proxy.cut(reset=self._rng.random() < 0.5)  # type: ignore[attr-defined]
-        return proxy.name  # type: ignore[attr-defined, no-any-return]
+        proxy.cut(reset=self._rng.random() < 0.5)
+        return proxy.name
 
     async def _cut_redis(self) -> str:
         proxy = self._line("-redis")
-        proxy.cut(reset=self._rng.random() < 0.5)  # type: ignore[attr-defined]
-        return proxy.name  # type: ignore[attr-defined, no-any-return]
+        proxy.cut(reset=self._rng.random() < 0.5)
+        return proxy.name
 
-    async def _freeze(self, proxy: object, least_s: float, most_s: float) -> str:
+    async def _freeze(self, proxy: Proxy, least_s: float, most_s: float) -> str:
         seconds = self._rng.uniform(least_s, most_s)
         way = self._rng.choice([{"there": False}, {"back": False}, {}])
-        proxy.freeze(**way)  # type: ignore[attr-defined]
+        proxy.freeze(**way)
         await asyncio.sleep(seconds)
         ends_in_cut = self._rng.random() < 0.5
         if ends_in_cut:
             # What was held back is lost: the other side never hears whether it arrived.
-            proxy.cut()  # type: ignore[attr-defined]
-        proxy.thaw()  # type: ignore[attr-defined]
-        return f"{proxy.name} {way} for {seconds:.1f} s{', then cut' if ends_in_cut else ''}"  # type: ignore[attr-defined]
+            proxy.cut()
+        proxy.thaw()
+        return f"{proxy.name} {way} for {seconds:.1f} s{', then cut' if ends_in_cut else ''}"
 
     async def _freeze_executor(self) -> str:
         return await self._freeze(self._line("-scheduler"), 0.2, 3)
@@ -159,8 +167,8 @@ class Saboteur:
 
     async def _half_open(self, suffix: str) -> str:
         proxy = self._line(suffix)
-        proxy.abandon()  # type: ignore[attr-defined]
-        return proxy.name  # type: ignore[attr-defined, no-any-return]
+        proxy.abandon()
+        return proxy.name
 
     async def _half_open_executor(self) -> str:
         return await self._half_open("-scheduler")

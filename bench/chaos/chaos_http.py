@@ -29,7 +29,9 @@ class Exchange:
         BrokenError: the connection cannot be made, or ends early.
     """
 
-    def __init__(self, port: int, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, port: int, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> None:
         self._port = port
         payload = b"" if body is None else json.dumps(body).encode()
         lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close"]

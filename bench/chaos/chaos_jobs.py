@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-_WORDS = "the cat sat on a mat and that dog ate old hat rain fell by river no one could tell when it would end".split()
+_SAYING = "the cat sat on a mat and that dog ate old hat rain fell by river no one could tell when it would end"
+_WORDS = _SAYING.split()
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -45,7 +46,12 @@ def _choices(rng: random.Random) -> dict[str, Any]:
 
 def _beams(rng: random.Random) -> dict[str, Any]:
     n = rng.randint(1, 3)
-    return {"use_beam_search": True, "n": n, "best_of": n + rng.randint(0, 1) + (n == 1), "max_tokens": 4 + rng.randrange(12)}
+    return {
+        "use_beam_search": True,
+        "n": n,
+        "best_of": n + rng.randint(0, 1) + (n == 1),
+        "max_tokens": 4 + rng.randrange(12),
+    }
 
 
 def _logprobs(rng: random.Random) -> dict[str, Any]:

@@ -38,23 +38,26 @@ class Process:
         while True:
             self._expected_end = False
             self.starts += 1
-            with self.log.open("ab") as output:
-                output.write(f"--- start {self.starts}\n".encode())
-                output.flush()
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=self._environment,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(),
-                )
+            self._process = self._spawn()
             while self._process.poll() is None:
                 await asyncio.sleep(0.02)
             if not self._expected_end:
                 self.surprises.append(f"{self.name} ended by itself with status {self._process.returncode}")
             await asyncio.sleep(RESTART_S)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as output:
+            output.write(f"--- start {self.starts}\n".encode())
+            output.flush()
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
 
     @property
     def running(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import redis.asyncio
@@ -56,6 +57,13 @@ class ChaosStack:
         """Where clients find a gateway (its proxy)."""
         return self.proxies[f"client-gateway{index % self.sizes.gateways}"].port
 
+    def at_work(self) -> Process | None:
+        """The scheduler that holds the lease (the others do not listen); None while none does."""
+        for process, port in zip(self.schedulers, self._scheduler_ports, strict=True):
+            if process.running and accepts(f"127.0.0.1:{port}"):
+                return process
+        return None
+
     def connect_redis(self) -> redis.asyncio.Redis:
         """A client of our own, past every proxy."""
         return redis.asyncio.Redis(host="127.0.0.1", port=self._redis_port)
@@ -93,8 +101,7 @@ class ChaosStack:
     async def until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until every gateway says so."""
         for port in self._gateway_ports:
-            where = Address("127.0.0.1", port)
-            await _until(lambda: http_ok(where, "/health/ready"), f"the gateway on {port}", timeout_s)
+            await _until(partial(_is_ready, port), f"the gateway on {port}", timeout_s)
 
     async def stop(self) -> dict[str, int]:
         """Stop everything, the last started first; exit statuses by name."""
@@ -153,6 +160,10 @@ class ChaosStack:
             "enable-debug-command": "local",
         }
         return [str(find_server()), *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
+
+
+def _is_ready(port: int) -> bool:
+    return http_ok(Address("127.0.0.1", port), "/health/ready")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -57,7 +57,9 @@ class Verdict:
         for choices in got.abandoned:
             for index, choice in choices.items():
                 if not expected.choice(index).text.startswith(choice.text) and not self._mentions(where):
-                    self.different.append(f"{where}, choice {index}: was told {choice.text!r} before its connection broke")
+                    self.different.append(
+                        f"{where}, choice {index}: was told {choice.text!r} before its connection broke"
+                    )
 
     def _mentions(self, where: str) -> bool:
         return any(line.startswith(where) for line in self.ties + self.different)
