@@ -118,6 +118,7 @@ def encode_request(record: RequestRecord) -> bytes:
         stop=record.stop,
         include_stop_str_in_output=record.include_stop_str_in_output,
         presentation=record.presentation,
+        readmitted=record.readmitted,
     ).SerializeToString()
 
 
@@ -153,6 +154,7 @@ def decode_request(data: bytes) -> RequestRecord:
             stop=tuple(message.stop),
             include_stop_str_in_output=message.include_stop_str_in_output,
             presentation=message.presentation,
+            readmitted=message.readmitted,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error

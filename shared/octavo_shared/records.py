@@ -101,7 +101,8 @@ class RequestRecord:
     """One prompt and its ``n`` choices, as admitted.
 
     ``prompt`` is int32[prompt_tokens]. Times are Unix microseconds; ``deadline_us`` 0 means none. ``presentation`` is
-    the gateway's own note (JSON) of how to render the answer.
+    the gateway's own note (JSON) of how to render the answer. ``readmitted``: appended again after Redis had lost it, so its log
+    may hold part of the answer.
     """
 
     id: RequestId
@@ -121,6 +122,7 @@ class RequestRecord:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     presentation: bytes = b""
+    readmitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

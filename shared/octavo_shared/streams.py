@@ -48,6 +48,24 @@ redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
 return ARGV[1]
 """
 
+# A request that Redis may have lost, with what its gateway has delivered of it. Returns whether it had been lost.
+_READMIT = """
+local lost = redis.call('SET', KEYS[2], '', 'NX')
+if ARGV[2] ~= '' then redis.call('XADD', KEYS[3], '*', 'e', ARGV[2]) end
+if not lost then return 0 end
+redis.call('XADD', KEYS[1], '*', 'e', ARGV[1])
+return 1
+"""
+
+# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now.
+_FINISH = """
+if ARGV[3] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[3] then return 0 end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+redis.call('XDEL', KEYS[1], ARGV[2])
+if KEYS[3] then redis.call('DEL', KEYS[3]) end
+return 1
+"""
+
 # Trim a log behind a snapshot, unless entries arrived that the snapshot does not know of. An empty snapshot only trims.
 _TRIM = """
 local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -158,6 +176,8 @@ class Streams:
         self.client = client
         self.keys = Keys(model)
         self._admit = client.register_script(_ADMIT)
+        self._readmit = client.register_script(_READMIT)
+        self._finish = client.register_script(_FINISH)
         self._trim = client.register_script(_TRIM)
         self._next_term = client.register_script(_NEXT_TERM)
         self._renew = client.register_script(_RENEW)
@@ -191,6 +211,21 @@ class Streams:
             args=[str(record.id), encode_request(record), IDEMPOTENCY_TTL_S],
         )
         return RequestId.parse(holder.decode())
+
+    async def readmit(self, record: RequestRecord, snapshot: bytes = b"") -> bool:
+        """After a changed run id (rule L9): append a request again if Redis has lost it; True when it had.
+
+        ``snapshot`` is an encoded entry with what was delivered of it; it goes into the request's log either way, before the
+        scheduler can see the request. ``record`` must say that it is ``readmitted``.
+        """
+        assert record.readmitted, "the scheduler would start it without looking at its log"
+        keys = [self.keys.requests, self.keys.request(record.id), self.keys.log(record.id.log)]
+        return bool(await self._readmit(keys=keys, args=[encode_request(record), snapshot]))
+
+    async def run_id(self) -> str:
+        """Which life of the Redis server this is. Another one may have lost what the append-only file had not got yet."""
+        info: Any = await self.client.info("server")
+        return str(info["run_id"])
 
     async def create_group(self) -> None:
         """Make the consumer group (and the stream) if they are not there."""
@@ -243,14 +278,16 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(self, entry_id: bytes, request_id: RequestId | None) -> None:
-        """Acknowledge and delete an entry whose every choice has its end in the log."""
-        async with self.client.pipeline(transaction=True) as pipe:
-            pipe.xack(self.keys.requests, GROUP, entry_id)
-            pipe.xdel(self.keys.requests, entry_id)
-            if request_id is not None:
-                pipe.delete(self.keys.request(request_id))
-            await pipe.execute()
+    async def finish_request(self, entry_id: bytes, request_id: RequestId | None, holder: str = "") -> bool:
+        """Acknowledge and delete an entry whose every choice has its end in the log.
+
+        With ``holder`` only while that one holds the scheduler's lease; False when it does not. Who has been replaced unawares
+        may have logged an end that counts for nothing.
+        """
+        keys = [self.keys.requests, self.keys.lease]
+        if request_id is not None:
+            keys.append(self.keys.request(request_id))
+        return bool(await self._finish(keys=keys, args=[GROUP, entry_id, holder]))
 
     async def unfinished(self, request_ids: Sequence[RequestId]) -> list[bool]:
         """For each request whether it is still to be acknowledged."""

@@ -197,6 +197,39 @@ def test_a_request_is_pending_until_it_is_finished(run: Run) -> None:
     run(scenario)
 
 
+def test_only_the_lease_holder_finishes_requests(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        await s.create_group()
+        ((entry_id, _),) = await s.read_requests("old", count=10, block_ms=10)
+        await s.take_lease(s.keys.lease, "new", 60)
+        assert not await s.finish_request(entry_id, RequestId("g", 1), "old")
+        assert await s.unfinished([RequestId("g", 1)]) == [True]
+        assert await s.finish_request(entry_id, RequestId("g", 1), "new")
+        assert await s.unfinished([RequestId("g", 1)]) == [False]
+        assert await s.claim_pending("new") == []
+
+    run(scenario)
+
+
+def test_a_lost_request_is_appended_again_and_only_a_lost_one(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        again, lost = record(1, readmitted=True), record(2, readmitted=True)
+        assert not await s.readmit(again, entry(1, 0, 5))
+        assert await s.readmit(lost, entry(2, 0, 6, 7))
+        assert not await s.readmit(lost)
+        await s.create_group()
+        read = [decode_request(data) for _, data in await s.read_requests("one", count=10, block_ms=10)]
+        assert [(one.id.serial, one.readmitted) for one in read] == [(1, False), (2, True)]
+        assert await s.unfinished([lost.id]) == [True]
+        fold = LogFold().apply_all((await s.read_log("g", "0")).events)
+        assert (fold.get(1, 0).tokens, fold.get(2, 0).tokens) == ([5], [6, 7])
+        assert await s.run_id() == await s.run_id()
+
+    run(scenario)
+
+
 def test_more_pending_requests_than_one_claim_returns(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         await s.create_group()

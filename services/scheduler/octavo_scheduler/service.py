@@ -49,13 +49,21 @@ class SchedulerService:
     """Live requests, engines, and the promises between them."""
 
     def __init__(
-        self, settings: SchedulerSettings, streams: Streams, observer: Observer, metrics: SchedulerMetrics, term: int
+        self,
+        settings: SchedulerSettings,
+        streams: Streams,
+        observer: Observer,
+        metrics: SchedulerMetrics,
+        term: int,
+        holder: str = "",
     ) -> None:
+        """``holder`` is who holds the lease; requests are acknowledged only while that is so."""
         self.settings = settings
         self.streams = streams
         self.observer = observer
         self.metrics = metrics
         self.term = term
+        self._holder = holder
         self.live = LiveRequests()
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
@@ -215,7 +223,12 @@ class SchedulerService:
             self.spawn(self._finish(finished.entry_id, request_id))
 
     async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
-        await self.insist(lambda: self.streams.finish_request(entry_id, request_id))
+        async def finish() -> None:
+            while not await self.streams.finish_request(entry_id, request_id, self._holder):
+                # Either the lease is taken again soon, or this scheduler is no more.
+                await asyncio.sleep(RETRY_S)
+
+        await self.insist(finish)
         self._in_hand.discard(entry_id)
 
     async def insist(self, operation: Callable[[], Awaitable[None]]) -> None:
