@@ -110,14 +110,13 @@ class ControlChannel:
             raise MalformedEntryError(str(error)) from error
         return None if late else ask
 
-    async def _take(self, key: str, timeout_s: float) -> bytes | None:
+    async def _take(self, key: str, timeout_s: float) -> str | bytes | None:
         """The first element of a list, waiting for it; None when there is none in time."""
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             reply = await self._client.blpop([key], min(left_s, MOST_BLOCK_S))
             if reply is not None:
-                text: bytes = reply[1]
-                return text
+                return reply[1]
         return None
 
     async def answer(self, ask: Ask, result: Any = None, *, refusal: AskRefusedError | None = None) -> None:
