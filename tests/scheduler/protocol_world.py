@@ -52,17 +52,18 @@ class Redis:
     """One log, as ``Streams`` shows it."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[int, bytes]] = []
+        # (id, events): what is appended goes through the wire's form, and is read once.
+        self.entries: list[tuple[int, list[LogEvent]]] = []
         self.newest = 0
         self.fate = Fate.DONE
 
     def append(self, entry: bytes) -> None:
         self.newest += 1
-        self.entries.append((self.newest, entry))
+        self.entries.append((self.newest, decode_entry(entry)))
 
     def page(self, after: int) -> LogPage:
         chosen = [one for one in self.entries if one[0] > after][:PAGE]
-        events: list[LogEvent] = [event for _, entry in chosen for event in decode_entry(entry)]
+        events = [event for _, entry in chosen for event in entry]
         return LogPage(events, str(chosen[-1][0] if chosen else after))
 
     async def append_log(self, log: str, entry: bytes) -> None:
@@ -142,6 +143,7 @@ class World:
         self.read_to = 0
         self.told: list[list[int]] = [[] for _ in range(CHOICES)]
         self.ends: list[list[EndReason]] = [[] for _ in range(CHOICES)]
+        self.checked: object = None
 
     # --- schedulers ---
 
@@ -179,9 +181,10 @@ class World:
             scheduler.work = None
             for resumption in stop.value:
                 for choice in resumption.ended:
-                    self.close(scheduler, choice)
+                    self.end(scheduler, choice)
                 self.start(scheduler, resumption.outputs)
         except RedisError:
+            # Nothing has been decided.
             scheduler.work = self.fence_and_read(scheduler)
 
     def start(self, scheduler: Scheduler, outputs: dict[int, list[int]]) -> None:
@@ -212,9 +215,10 @@ class World:
             entry = scheduler.words.pop(0)
             for event in decode_entry(entry):
                 assert isinstance(event, FenceEvent)
-                self.close(scheduler, event.choice)
+                self.end(scheduler, event.choice)
 
-    def close(self, scheduler: Scheduler, choice: int) -> None:
+    def end(self, scheduler: Scheduler, choice: int) -> None:
+        """A choice's end is in the log, for all that the scheduler knows."""
         scheduler.live.open.discard(choice)
         scheduler.wants_to_acknowledge = not scheduler.live.open
 
@@ -257,7 +261,7 @@ class World:
         for scheduler in self.schedulers:
             if scheduler.executor is executor:
                 for choice in ends - scheduler.live.ending:
-                    self.close(scheduler, choice)
+                    self.end(scheduler, choice)
 
     # --- the gateway and its client ---
 
@@ -293,10 +297,14 @@ class World:
 
     def whole(self) -> list[ChoiceFold]:
         """Each choice, for a reader of all that is in the log."""
-        log = self.fold_kind().apply_all(event for _, entry in self.redis.entries for event in decode_entry(entry))
+        log = self.fold_kind().apply_all(event for _, entry in self.redis.entries for event in entry)
         return [log.get(ID.serial, choice) for choice in range(CHOICES)]
 
     def check(self) -> None:
+        now = (self.redis.newest, self.acknowledged, [len(told) for told in self.told])
+        if now == self.checked:
+            return
+        self.checked = now
         for choice, state in enumerate(self.whole()):
             for at, token in enumerate(state.tokens):
                 assert self.tokens.origin[token] == tuple(state.tokens[:at]), (
@@ -308,19 +316,22 @@ class World:
             )
 
     def come_to_rest(self) -> None:
-        """Whatever was going on, a last scheduler that nothing disturbs brings all to an end."""
-        for executor in self.executors:
-            while executor.outbox:
-                self.flush(executor, again=False)
+        """Whatever was going on is gone through with; then a last scheduler that nothing disturbs brings all to an end."""
+        for scheduler in self.schedulers:
+            while scheduler.work is not None:
+                self.advance(scheduler, Fate.DONE)
+            while scheduler.words:
+                self.say(scheduler, again=False)
+        self._finish_steps()
+        self.check()
+        for scheduler in self.schedulers:
+            if scheduler.wants_to_acknowledge:
+                self.acknowledge(scheduler)
         self.take_lease()
         last = self.schedulers[-1]
         while last.work is not None:
             self.advance(last, Fate.DONE)
-        if last.executor is not None:
-            for _ in range(LENGTH):
-                self.step(last.executor)
-            while last.executor.outbox:
-                self.flush(last.executor, again=False)
+        self._finish_steps()
         if last.wants_to_acknowledge:
             self.acknowledge(last)
         while self.read_to != self.redis.newest:
@@ -330,3 +341,16 @@ class World:
         for choice, state in enumerate(self.whole()):
             assert len(self.ends[choice]) == 1, "no end"
             assert self.told[choice] == state.tokens, "the client was not told all"
+
+    def _finish_steps(self) -> None:
+        for executor in self.executors:
+            for _ in range(LENGTH):
+                self.step(executor)
+            while executor.outbox:
+                self.flush(executor, again=False)
+
+    def close(self) -> None:
+        """Drop what is half done."""
+        for scheduler in self.schedulers:
+            if scheduler.work is not None:
+                scheduler.work.close()

@@ -125,7 +125,10 @@ def machine_of(kind: type[World]) -> type[RuleBasedStateMachine]:
             self.world.check()
 
         def teardown(self) -> None:
-            self.world.come_to_rest()
+            try:
+                self.world.come_to_rest()
+            finally:
+                self.world.close()
 
     return Machine
 
@@ -225,7 +228,7 @@ def test_the_promise_holds_in_whatever_order_things_happen() -> None:
     run_state_machine_as_test(
         machine_of(World),
         settings=settings(
-            max_examples=250, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
@@ -237,8 +240,8 @@ def test_without_a_rule_a_breach_is_found(kind: type[World]) -> None:
         run_state_machine_as_test(
             machine_of(kind),
             settings=settings(
-                max_examples=3000,
-                stateful_step_count=50,
+                max_examples=2000,
+                stateful_step_count=40,
                 deadline=None,
                 derandomize=True,
                 database=None,
