@@ -119,6 +119,7 @@ def encode_request(record: RequestRecord) -> bytes:
         include_stop_str_in_output=record.include_stop_str_in_output,
         presentation=record.presentation,
         readmitted=record.readmitted,
+        tenant_weight=record.tenant_weight,
     ).SerializeToString()
 
 
@@ -155,6 +156,7 @@ def decode_request(data: bytes) -> RequestRecord:
             include_stop_str_in_output=message.include_stop_str_in_output,
             presentation=message.presentation,
             readmitted=message.readmitted,
+            tenant_weight=message.tenant_weight,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error

@@ -102,7 +102,7 @@ class RequestRecord:
 
     ``prompt`` is int32[prompt_tokens]. Times are Unix microseconds; ``deadline_us`` 0 means none. ``presentation`` is
     the gateway's own note (JSON) of how to render the answer. ``readmitted``: appended again after Redis had lost it, so its log
-    may hold part of the answer.
+    may hold part of the answer. ``tenant_weight`` is the tenant's share under the fair policy, 0 = not said.
     """
 
     id: RequestId
@@ -123,6 +123,7 @@ class RequestRecord:
     include_stop_str_in_output: bool = False
     presentation: bytes = b""
     readmitted: bool = False
+    tenant_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
 * ``aborts``: who no longer wants what; entries are deleted once acted on (rule L7).
 * ``log:<gateway incarnation>``: the tokens and ends of that gateway's requests, trimmed only by its owner (rule L5).
 
-``control`` and ``control:<ask id>`` are lists (see ``octavo_shared.control``).
+``control`` and ``control:<ask id>`` are lists (see ``octavo_shared.control``), ``rate:<key>`` are hashes (see
+``octavo_shared.buckets``).
 """
 
 from __future__ import annotations
@@ -139,6 +140,9 @@ class Keys:
 
     def gateway(self, name: str) -> str:
         return self._key("gateway", name)
+
+    def bucket(self, name: str) -> str:
+        return self._key("rate", name)
 
     def request(self, request_id: RequestId) -> str:
         return self._key("request", str(request_id))
