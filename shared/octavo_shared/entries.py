@@ -118,6 +118,8 @@ def encode_request(record: RequestRecord) -> bytes:
         stop=record.stop,
         include_stop_str_in_output=record.include_stop_str_in_output,
         presentation=record.presentation,
+        resume_ttl_ms=record.resume_ttl_ms,
+        disconnect_grace_ms=record.disconnect_grace_ms,
     ).SerializeToString()
 
 
@@ -153,6 +155,8 @@ def decode_request(data: bytes) -> RequestRecord:
             stop=tuple(message.stop),
             include_stop_str_in_output=message.include_stop_str_in_output,
             presentation=message.presentation,
+            resume_ttl_ms=message.resume_ttl_ms,
+            disconnect_grace_ms=message.disconnect_grace_ms,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error
@@ -165,6 +169,7 @@ def encode_abort(record: AbortRecord) -> bytes:
         choice=record.choice,
         owner_generation=record.owner_generation,
         reason=record.reason,
+        new_owner=record.new_owner,
     ).SerializeToString()
 
 
@@ -177,7 +182,11 @@ def decode_abort(data: bytes) -> AbortRecord:
     try:
         message = request_pb2.AbortRecord.FromString(data)
         return AbortRecord(
-            RequestId.parse(message.request_id), message.choice, message.owner_generation, message.reason
+            RequestId.parse(message.request_id),
+            message.choice,
+            message.owner_generation,
+            message.reason,
+            message.new_owner,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error

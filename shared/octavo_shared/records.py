@@ -101,7 +101,8 @@ class RequestRecord:
     """One prompt and its ``n`` choices, as admitted.
 
     ``prompt`` is int32[prompt_tokens]. Times are Unix microseconds; ``deadline_us`` 0 means none. ``presentation`` is
-    the gateway's own note (JSON) of how to render the answer.
+    the gateway's own note (JSON) of how to render the answer. ``resume_ttl_ms``: for how long after its end the answer can
+    be had again; ``disconnect_grace_ms``: how long it goes on while nobody follows it.
     """
 
     id: RequestId
@@ -121,16 +122,26 @@ class RequestRecord:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     presentation: bytes = b""
+    resume_ttl_ms: int = 0
+    disconnect_grace_ms: int = 0
+
+
+# Of whoever says what any owner would.
+ANY_GENERATION = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRecord:
-    """Someone no longer wants a choice (``choice`` -1: all of them) of a request."""
+    """Someone no longer wants a choice (``choice`` -1: all of them) of a request.
+
+    With ``new_owner`` it is no abort: a client of that gateway follows the request from now on, under ``owner_generation``.
+    """
 
     request_id: RequestId
     choice: int = -1
     owner_generation: int = 0
     reason: str = "abort"
+    new_owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
