@@ -13,8 +13,8 @@ It has no life time while it is owed an end, and runs out by itself afterwards.
 
 from __future__ import annotations
 
-# KEYS: the model stream, each request, perhaps an idempotency key. ARGV: how many requests, what the key is to hold, each
-# request's entry. Set-if-absent on the idempotency key, then on each request (rule L6). Returns what the key held before.
+# KEYS: the model stream, each request of an answer, perhaps an idempotency key. ARGV: how many requests, the first one's id,
+# each one's entry. Set-if-absent on the key, then on each request (rule L6). Returns the first id of whoever holds the place.
 ADMIT = """
 local count = tonumber(ARGV[1])
 local key = KEYS[count + 2]
@@ -28,21 +28,40 @@ for i = 1, count do
     redis.call('HSET', KEYS[i + 1], 'entry', redis.call('XADD', KEYS[1], '*', 'e', ARGV[i + 2]))
   end
 end
-return ''
+return ARGV[2]
 """
 
-# KEYS: the model stream, perhaps the request and its idempotency key. ARGV: the consumer group, the entry, how long the
-# answer is kept (ms), the request's id.
+# A request that Redis may have lost, with what its gateway has delivered of it. KEYS: the model stream, the request, its log,
+# perhaps its idempotency key. ARGV: the entry, the snapshot ('' = none), the answer's first id. Returns whether it was lost.
+READMIT = """
+if ARGV[2] ~= '' then redis.call('XADD', KEYS[3], '*', 'e', ARGV[2]) end
+if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+if KEYS[4] then redis.call('SET', KEYS[4], ARGV[3], 'NX') end
+redis.call('HSET', KEYS[2], 'entry', redis.call('XADD', KEYS[1], '*', 'e', ARGV[1]))
+return 1
+"""
+
+# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now. KEYS: the model stream, the lease,
+# the requests of the answer, perhaps their idempotency key. ARGV: the consumer group, the entry, who is to hold the lease
+# ('' = no matter), how many requests, which of them it is, how long the answer is kept (ms), its first id. The life times
+# begin with the last of them.
 FINISH = """
+if ARGV[3] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[3] then return 0 end
 local entry = redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2])[1]
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])
-if not KEYS[2] or redis.call('EXISTS', KEYS[2]) == 0 then return end
-if entry then redis.call('HSET', KEYS[2], 'record', entry[2][2]) end
-redis.call('HDEL', KEYS[2], 'entry')
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
-local holder = KEYS[3] and redis.call('GET', KEYS[3])
-if holder and string.sub(holder, 1, #ARGV[4] + 1) == ARGV[4] .. ' ' then redis.call('PEXPIRE', KEYS[3], ARGV[3]) end
+local count = tonumber(ARGV[4] or '0')
+if count == 0 then return 1 end
+local own = KEYS[2 + ARGV[5]]
+if entry then redis.call('HSET', own, 'record', entry[2][2]) end
+redis.call('HDEL', own, 'entry')
+for i = 3, 2 + count do
+  if redis.call('HEXISTS', KEYS[i], 'entry') == 1 then return 1 end
+end
+for i = 3, 2 + count do redis.call('PEXPIRE', KEYS[i], ARGV[6]) end
+local key = KEYS[3 + count]
+if key and redis.call('GET', key) == ARGV[7] then redis.call('PEXPIRE', key, ARGV[6]) end
+return 1
 """
 
 # KEYS: the model stream, the request. Returns its record, owner and end ('' where there is none), and whether it is owed one.

@@ -81,6 +81,7 @@ class Streams:
         self.client = client
         self.keys = Keys(model)
         self._admit = client.register_script(scripts.ADMIT)
+        self._readmit = client.register_script(scripts.READMIT)
         self._finish = client.register_script(scripts.FINISH)
         self._look_up = client.register_script(scripts.LOOK_UP)
         self._adopt = client.register_script(scripts.ADOPT)
@@ -109,25 +110,38 @@ class Streams:
     # --- requests ---
 
     async def run_id(self) -> str:
-        """Minted by Redis at its start: another one may have forgotten what was said last (rule L9)."""
-        return str((await self.client.info("server"))["run_id"])
+        """Which life of the Redis server this is. Another one may have lost what the append-only file had not got yet."""
+        info: Any = await self.client.info("server")
+        return str(info["run_id"])
 
-    async def admit(self, *records: RequestRecord, fingerprint: str = "") -> tuple[RequestId, str]:
+    async def admit(self, *records: RequestRecord) -> RequestId:
         """Append the requests of one answer, all of them at once; one whose id is taken is left as it is.
 
-        If the first has an idempotency key that is taken, nothing is appended at all. Returns the first id of the answer that
-        holds the key, and the fingerprint with which it came: the arguments, or those of the one that was faster.
+        If they have an idempotency key and that is taken, nothing is appended at all. Returns the first id of the answer that
+        holds the key: the one that is given, or the one that was faster.
         """
         first = records[0]
-        keys = [self.keys.requests, *(self.keys.request(record.id) for record in records)]
-        if first.idempotency_key:
-            keys.append(self.keys.idempotency(first.tenant, first.idempotency_key))
-        args = [len(records), f"{first.id} {fingerprint}", *map(encode_request, records)]
-        return _holder(await self._admit(keys=keys, args=args)) or (first.id, fingerprint)
+        keys = [self.keys.requests, *(self.keys.request(record.id) for record in records), *self._idempotency(first)]
+        holder = await self._admit(keys=keys, args=[len(records), str(first.id), *map(encode_request, records)])
+        return RequestId.parse(holder.decode())
 
-    async def idempotent(self, tenant: str, key: str) -> tuple[RequestId, str] | None:
-        """The first id and the fingerprint of the answer that holds an idempotency key; None when nobody does."""
-        return _holder(await self.client.get(self.keys.idempotency(tenant, key)))
+    async def readmit(self, record: RequestRecord, snapshot: bytes = b"") -> bool:
+        """After a changed run id (rule L9): append a request again if Redis has lost it; True when it had.
+
+        ``snapshot`` is an encoded entry with what was delivered of it; it goes into the request's log either way, before the
+        scheduler can see the request. ``record`` must say that it is ``readmitted``.
+        """
+        assert record.readmitted, "the scheduler would start it without looking at its log"
+        keys = [self.keys.requests, self.keys.request(record.id), self.keys.log(record.id.log), *self._idempotency(record)]
+        return bool(await self._readmit(keys=keys, args=[encode_request(record), snapshot, str(record.siblings[0])]))
+
+    def _idempotency(self, record: RequestRecord) -> list[str]:
+        return [self.keys.idempotency(record.tenant, record.idempotency_key)] if record.idempotency_key else []
+
+    async def idempotent(self, tenant: str, key: str) -> RequestId | None:
+        """The first id of the answer that holds an idempotency key; None when nobody does."""
+        holder = await self.client.get(self.keys.idempotency(tenant, key))
+        return RequestId.parse(holder.decode()) if holder else None
 
     async def look_up(self, request_ids: Sequence[RequestId]) -> list[Standing | None]:
         """What is known of each request; None for what has never been admitted, or is no longer kept."""
@@ -144,6 +158,21 @@ class Streams:
         keys = [self.keys.aborts, *map(self.keys.request, request_ids)]
         news = [encode_abort(AbortRecord(one, -1, generation, "adopted", new_owner=gateway)) for one in request_ids]
         return int(await self._adopt(keys=keys, args=[generation, gateway, *news]))
+
+    async def readmit(self, record: RequestRecord, snapshot: bytes = b"") -> bool:
+        """After a changed run id (rule L9): append a request again if Redis has lost it; True when it had.
+
+        ``snapshot`` is an encoded entry with what was delivered of it; it goes into the request's log either way, before the
+        scheduler can see the request. ``record`` must say that it is ``readmitted``.
+        """
+        assert record.readmitted, "the scheduler would start it without looking at its log"
+        keys = [self.keys.requests, self.keys.request(record.id), self.keys.log(record.id.log)]
+        return bool(await self._readmit(keys=keys, args=[encode_request(record), snapshot]))
+
+    async def run_id(self) -> str:
+        """Which life of the Redis server this is. Another one may have lost what the append-only file had not got yet."""
+        info: Any = await self.client.info("server")
+        return str(info["run_id"])
 
     async def create_group(self) -> None:
         """Make the consumer group (and the stream) if they are not there."""
@@ -196,18 +225,20 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(self, entry_id: bytes, record: RequestRecord | None) -> None:
+    async def finish_request(self, entry_id: bytes, record: RequestRecord | None, holder: str = "") -> bool:
         """Acknowledge and delete an entry whose every choice has its end in the log.
 
-        The request, and the idempotency key that names it, are kept for as long as its record says.
+        With ``holder`` only while that one holds the scheduler's lease; False when it does not. Who has been replaced unawares
+        may have logged an end that counts for nothing. Once every request of an answer is acknowledged, they and the
+        idempotency key that names them are kept for as long as their records say.
         """
-        keys, args = [self.keys.requests], [GROUP, entry_id, 0, ""]
+        keys = [self.keys.requests, self.keys.lease]
+        args = [GROUP, entry_id, holder]
         if record is not None:
-            keys.append(self.keys.request(record.id))
-            args = [GROUP, entry_id, record.resume_ttl_ms, str(record.id)]
-            if record.idempotency_key:
-                keys.append(self.keys.idempotency(record.tenant, record.idempotency_key))
-        await self._finish(keys=keys, args=args)
+            siblings = record.siblings
+            keys += [*map(self.keys.request, siblings), *self._idempotency(record)]
+            args += [str(len(siblings)), str(record.place + 1), str(record.resume_ttl_ms), str(siblings[0])]
+        return bool(await self._finish(keys=keys, args=args))
 
     async def unfinished(self, request_ids: Sequence[RequestId]) -> list[bool]:
         """For each request whether it is still to be acknowledged."""
@@ -350,13 +381,6 @@ def _entries(reply: Any) -> list[tuple[bytes, bytes]]:
     else:
         entries = reply[0][1]
     return [(entry_id, (fields or {}).get(FIELD, b"")) for entry_id, fields in entries]
-
-
-def _holder(value: bytes | None) -> tuple[RequestId, str] | None:
-    if not value:
-        return None
-    request_id, _, fingerprint = value.decode().partition(" ")
-    return RequestId.parse(request_id), fingerprint
 
 
 def _owner(value: bytes) -> tuple[int, str]:

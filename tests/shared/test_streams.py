@@ -104,9 +104,9 @@ def entry(serial: int, position: int, *tokens: int, end: int = 0) -> bytes:
 
 def test_admission_is_set_if_absent_on_the_id(run: Run) -> None:
     async def scenario(s: Streams) -> None:
-        assert await s.admit(record(1), fingerprint="f") == (RequestId("g", 1), "f")
-        assert await s.admit(record(1)) == (RequestId("g", 1), "")
-        assert await s.admit(record(2), record(1), record(3)) == (RequestId("g", 2), "")
+        assert await s.admit(record(1)) == RequestId("g", 1)
+        assert await s.admit(record(1)) == RequestId("g", 1)
+        assert await s.admit(record(2), record(1), record(3)) == RequestId("g", 2)
         assert await s.client.xlen(s.keys.requests) == 3
 
     run(scenario)
@@ -115,18 +115,17 @@ def test_admission_is_set_if_absent_on_the_id(run: Run) -> None:
 def test_admission_is_set_if_absent_on_the_idempotency_key(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         first = record(1, idempotency_key="k")
-        holder = (first.id, "print")
         assert await s.idempotent("", "k") is None
-        assert await s.admit(first, fingerprint="print") == holder
-        assert await s.idempotent("", "k") == holder
-        assert await s.admit(record(2, idempotency_key="k"), record(3), fingerprint="another") == holder
-        assert await s.admit(record(3, "other-gateway", idempotency_key="k")) == holder
-        assert await s.admit(first) == holder
+        assert await s.admit(first) == first.id
+        assert await s.idempotent("", "k") == first.id
+        assert await s.admit(record(2, idempotency_key="k"), record(3)) == first.id
+        assert await s.admit(record(3, "other-gateway", idempotency_key="k")) == first.id
+        assert await s.admit(first) == first.id
         assert await s.client.xlen(s.keys.requests) == 1
         # The loser has not taken its own ids either: they may come again without the key.
-        assert await s.admit(record(2), record(3)) == (RequestId("g", 2), "")
+        assert await s.admit(record(2), record(3)) == RequestId("g", 2)
         # Others' keys are others'.
-        assert await s.admit(record(4, idempotency_key="k", tenant="t")) == (RequestId("g", 4), "")
+        assert await s.admit(record(4, idempotency_key="k", tenant="t")) == RequestId("g", 4)
         assert await s.client.xlen(s.keys.requests) == 4
         # As long as the answer is to come there is no end to it.
         assert await s.client.ttl(s.keys.idempotency("", "k")) == -1
@@ -137,8 +136,7 @@ def test_admission_is_set_if_absent_on_the_idempotency_key(run: Run) -> None:
 def test_no_tenant_can_spell_anothers_idempotency_key(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         for serial, (tenant, key) in enumerate([("a:b", "c"), ("a", "b:c"), ("", "a:b:c")], 1):
-            holder, _ = await s.admit(record(serial, tenant=tenant, idempotency_key=key))
-            assert holder == RequestId("g", serial)
+            assert await s.admit(record(serial, tenant=tenant, idempotency_key=key)) == RequestId("g", serial)
 
     run(scenario)
 
@@ -166,7 +164,7 @@ def test_admission_by_many_at_once_lets_one_through(run: Run, url: str) -> None:
         holders = await asyncio.gather(
             *(other.admit(record(serial, idempotency_key="k")) for serial, other in enumerate(others, 1))
         )
-        assert len({holder for holder, _ in holders}) == 1
+        assert len(set(holders)) == 1
         assert await s.client.xlen(s.keys.requests) == 1
         for other in others:
             await other.close()
@@ -206,7 +204,7 @@ def test_an_answer_is_kept_for_as_long_as_its_record_says_and_then_goes_by_itsel
     async def scenario(s: Streams) -> None:
         await s.create_group()
         kept = record(1, resume_ttl_ms=60_000, idempotency_key="k", tenant="t")
-        await s.admit(kept, record(2), fingerprint="print")
+        await s.admit(kept, record(2))
         (alive, other, nobody) = await s.look_up([kept.id, RequestId("g", 2), RequestId("g", 3)])
         assert alive is not None
         assert other is not None
@@ -233,6 +231,27 @@ def test_an_answer_is_kept_for_as_long_as_its_record_says_and_then_goes_by_itsel
         # The key is free as soon as the answer is gone.
         await s.client.delete(*keys)
         assert await s.idempotent("t", "k") is None
+
+    run(scenario)
+
+
+def test_life_times_begin_when_the_last_request_of_an_answer_has_ended(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        three = [
+            record(5 + i, place=i, places=3, idempotency_key="k", resume_ttl_ms=60_000, owner_generation=i) for i in range(3)
+        ]
+        await s.admit(*three)
+        entries = await s.read_requests("one", count=10, block_ms=10)
+        keys = [*map(s.keys.request, three[1].siblings), s.keys.idempotency("", "k")]
+        for index in (1, 0):
+            await s.finish_request(entries[index][0], three[index])
+            assert [await s.client.ttl(key) for key in keys] == [-1] * 4
+        assert await s.unfinished([one.id for one in three]) == [False, False, True]
+        await s.finish_request(entries[2][0], three[2])
+        assert all([0 < await s.client.pttl(key) <= 60_000 for key in keys])
+        standings = await s.look_up([one.id for one in three])
+        assert [standing and standing.record.owner_generation for standing in standings] == [0, 1, 2]
 
     run(scenario)
 
@@ -291,6 +310,39 @@ def test_a_damaged_request_is_as_good_as_none(run: Run) -> None:
 def test_another_server_has_another_run_id(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         assert len(await s.run_id()) == 40
+        assert await s.run_id() == await s.run_id()
+
+    run(scenario)
+
+
+def test_only_the_lease_holder_finishes_requests(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        await s.create_group()
+        ((entry_id, _),) = await s.read_requests("old", count=10, block_ms=10)
+        await s.take_lease(s.keys.lease, "new", 60)
+        assert not await s.finish_request(entry_id, record(1), "old")
+        assert await s.unfinished([RequestId("g", 1)]) == [True]
+        assert await s.finish_request(entry_id, record(1), "new")
+        assert await s.unfinished([RequestId("g", 1)]) == [False]
+        assert await s.claim_pending("new") == []
+
+    run(scenario)
+
+
+def test_a_lost_request_is_appended_again_and_only_a_lost_one(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        again, lost = record(1, readmitted=True), record(2, readmitted=True)
+        assert not await s.readmit(again, entry(1, 0, 5))
+        assert await s.readmit(lost, entry(2, 0, 6, 7))
+        assert not await s.readmit(lost)
+        await s.create_group()
+        read = [decode_request(data) for _, data in await s.read_requests("one", count=10, block_ms=10)]
+        assert [(one.id.serial, one.readmitted) for one in read] == [(1, False), (2, True)]
+        assert await s.unfinished([lost.id]) == [True]
+        fold = LogFold().apply_all((await s.read_log("g", "0")).events)
+        assert (fold.get(1, 0).tokens, fold.get(2, 0).tokens) == ([5], [6, 7])
         assert await s.run_id() == await s.run_id()
 
     run(scenario)

@@ -178,6 +178,9 @@ class RequestRecord(_message.Message):
     PRESENTATION_FIELD_NUMBER: _builtins.int
     RESUME_TTL_MS_FIELD_NUMBER: _builtins.int
     DISCONNECT_GRACE_MS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    READMITTED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """"<log>-<serial>": the gateway incarnation whose log holds the answer, and a serial in it (hex)."""
     arrival_us: _builtins.int
@@ -210,6 +213,11 @@ class RequestRecord(_message.Message):
     """For how long after its end the answer can be had again (milliseconds)."""
     disconnect_grace_ms: _builtins.int
     """How long it goes on while no client follows it (milliseconds)."""
+    place: _builtins.int
+    """Of the requests of one answer, whose serials follow each other, this is number `place`; 0 of 1 where it is the only one."""
+    places: _builtins.int
+    readmitted: _builtins.bool
+    """Appended again after Redis has lost it: its log may hold part of the answer, so it is folded before anything starts."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -238,10 +246,13 @@ class RequestRecord(_message.Message):
         presentation: _builtins.bytes = ...,
         resume_ttl_ms: _builtins.int = ...,
         disconnect_grace_ms: _builtins.int = ...,
+        place: _builtins.int = ...,
+        places: _builtins.int = ...,
+        readmitted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_us", b"arrival_us", "cache_salt", b"cache_salt", "deadline_us", b"deadline_us", "disconnect_grace_ms", b"disconnect_grace_ms", "id", b"id", "idempotency_key", b"idempotency_key", "include_stop_str_in_output", b"include_stop_str_in_output", "lora", b"lora", "n", b"n", "owner_generation", b"owner_generation", "presentation", b"presentation", "priority", b"priority", "prompt", b"prompt", "resume_ttl_ms", b"resume_ttl_ms", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_us", b"arrival_us", "cache_salt", b"cache_salt", "deadline_us", b"deadline_us", "disconnect_grace_ms", b"disconnect_grace_ms", "id", b"id", "idempotency_key", b"idempotency_key", "include_stop_str_in_output", b"include_stop_str_in_output", "lora", b"lora", "n", b"n", "owner_generation", b"owner_generation", "place", b"place", "places", b"places", "presentation", b"presentation", "priority", b"priority", "prompt", b"prompt", "readmitted", b"readmitted", "resume_ttl_ms", b"resume_ttl_ms", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
