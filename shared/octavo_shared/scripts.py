@@ -107,8 +107,8 @@ TRIM = """
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 1 then redis.call('HSET', KEYS[i], 'end', ARGV[i + 1]) end
 end
-local time, sequence = string.match(ARGV[1], '(%d+)-(%d+)')
-local next = time .. '-' .. (tonumber(sequence) + 1)
+local time, sequence = string.match(ARGV[1], '^(%d+)-?(%d*)$')
+local next = time .. '-' .. ((tonumber(sequence) or 0) + 1)
 if ARGV[2] == '' then
   redis.call('XTRIM', KEYS[1], 'MINID', '=', next)
   return ''

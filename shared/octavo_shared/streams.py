@@ -26,7 +26,14 @@ from redis.exceptions import ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from octavo_shared import scripts
-from octavo_shared.entries import MalformedEntryError, decode_abort, decode_entry, decode_request, encode_abort, encode_request
+from octavo_shared.entries import (
+    MalformedEntryError,
+    decode_abort,
+    decode_entry,
+    decode_request,
+    encode_abort,
+    encode_request,
+)
 from octavo_shared.fold import LogEvent
 from octavo_shared.ids import RequestId
 from octavo_shared.keys import Keys
@@ -132,7 +139,12 @@ class Streams:
         scheduler can see the request. ``record`` must say that it is ``readmitted``.
         """
         assert record.readmitted, "the scheduler would start it without looking at its log"
-        keys = [self.keys.requests, self.keys.request(record.id), self.keys.log(record.id.log), *self._idempotency(record)]
+        keys = [
+            self.keys.requests,
+            self.keys.request(record.id),
+            self.keys.log(record.id.log),
+            *self._idempotency(record),
+        ]
         return bool(await self._readmit(keys=keys, args=[encode_request(record), snapshot, str(record.siblings[0])]))
 
     def _idempotency(self, record: RequestRecord) -> list[str]:
@@ -158,21 +170,6 @@ class Streams:
         keys = [self.keys.aborts, *map(self.keys.request, request_ids)]
         news = [encode_abort(AbortRecord(one, -1, generation, "adopted", new_owner=gateway)) for one in request_ids]
         return int(await self._adopt(keys=keys, args=[generation, gateway, *news]))
-
-    async def readmit(self, record: RequestRecord, snapshot: bytes = b"") -> bool:
-        """After a changed run id (rule L9): append a request again if Redis has lost it; True when it had.
-
-        ``snapshot`` is an encoded entry with what was delivered of it; it goes into the request's log either way, before the
-        scheduler can see the request. ``record`` must say that it is ``readmitted``.
-        """
-        assert record.readmitted, "the scheduler would start it without looking at its log"
-        keys = [self.keys.requests, self.keys.request(record.id), self.keys.log(record.id.log)]
-        return bool(await self._readmit(keys=keys, args=[encode_request(record), snapshot]))
-
-    async def run_id(self) -> str:
-        """Which life of the Redis server this is. Another one may have lost what the append-only file had not got yet."""
-        info: Any = await self.client.info("server")
-        return str(info["run_id"])
 
     async def create_group(self) -> None:
         """Make the consumer group (and the stream) if they are not there."""
@@ -233,11 +230,11 @@ class Streams:
         idempotency key that names them are kept for as long as their records say.
         """
         keys = [self.keys.requests, self.keys.lease]
-        args = [GROUP, entry_id, holder]
+        args: list[str | bytes | int] = [GROUP, entry_id, holder]
         if record is not None:
             siblings = record.siblings
             keys += [*map(self.keys.request, siblings), *self._idempotency(record)]
-            args += [str(len(siblings)), str(record.place + 1), str(record.resume_ttl_ms), str(siblings[0])]
+            args += [len(siblings), record.place + 1, record.resume_ttl_ms, str(siblings[0])]
         return bool(await self._finish(keys=keys, args=args))
 
     async def unfinished(self, request_ids: Sequence[RequestId]) -> list[bool]:

@@ -209,7 +209,13 @@ def test_an_answer_is_kept_for_as_long_as_its_record_says_and_then_goes_by_itsel
         assert alive is not None
         assert other is not None
         assert nobody is None
-        assert (alive.record.id, alive.generation, alive.gateway, alive.end, alive.is_owed) == (kept.id, 0, "", (), True)
+        assert (alive.record.id, alive.generation, alive.gateway, alive.end, alive.is_owed) == (
+            kept.id,
+            0,
+            "",
+            (),
+            True,
+        )
         entries = await s.read_requests("one", count=10, block_ms=10)
         for _ in range(2):
             await s.finish_request(entries[0][0], kept)
@@ -239,7 +245,8 @@ def test_life_times_begin_when_the_last_request_of_an_answer_has_ended(run: Run)
     async def scenario(s: Streams) -> None:
         await s.create_group()
         three = [
-            record(5 + i, place=i, places=3, idempotency_key="k", resume_ttl_ms=60_000, owner_generation=i) for i in range(3)
+            record(5 + i, place=i, places=3, idempotency_key="k", resume_ttl_ms=60_000, owner_generation=i)
+            for i in range(3)
         ]
         await s.admit(*three)
         entries = await s.read_requests("one", count=10, block_ms=10)
