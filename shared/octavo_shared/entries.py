@@ -124,6 +124,7 @@ def encode_request(record: RequestRecord) -> bytes:
         place=record.place,
         places=record.places,
         readmitted=record.readmitted,
+        tenant_weight=record.tenant_weight,
     ).SerializeToString()
 
 
@@ -167,6 +168,7 @@ def decode_request(data: bytes) -> RequestRecord:
             place=message.place,
             places=places,
             readmitted=message.readmitted,
+            tenant_weight=message.tenant_weight,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error

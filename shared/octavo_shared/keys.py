@@ -53,6 +53,9 @@ class Keys:
     def gateway(self, name: str) -> str:
         return self._key("gateway", name)
 
+    def bucket(self, name: str) -> str:
+        return self._key("rate", name)
+
     def request(self, request_id: RequestId) -> str:
         return self._key("request", str(request_id))
 

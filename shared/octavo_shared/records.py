@@ -106,7 +106,7 @@ class RequestRecord:
     the gateway's own note (JSON) of how to render the answer. ``resume_ttl_ms``: for how long after its end the answer can
     be had again; ``disconnect_grace_ms``: how long it goes on while nobody follows it. ``readmitted``: appended again after
     Redis had lost it, so its log may hold part of the answer. It is request number ``place`` of the ``places`` of one answer,
-    whose serials follow each other.
+    whose serials follow each other. ``tenant_weight`` is the tenant's share under the fair policy, 0 = not said.
     """
 
     id: RequestId
@@ -131,6 +131,7 @@ class RequestRecord:
     place: int = 0
     places: int = 1
     readmitted: bool = False
+    tenant_weight: float = 0.0
 
     @property
     def siblings(self) -> tuple[RequestId, ...]:

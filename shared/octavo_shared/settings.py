@@ -126,6 +126,9 @@ class GatewaySettings(CommonSettings):
     host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
     port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
     api_key: KeyList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
+    api_key_file: str | None = setting(
+        None, "HTTP", "TOML file of API keys as tenants, made by `octavo keys`; read again when it changes."
+    )
     admin_api_key: AdminKeyList = setting(
         [], "HTTP", "Keys that also open /v1/kv and /v1/cache/reset. Default: see docs/api.md."
     )

@@ -8,7 +8,7 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
 * ``log:<gateway incarnation>``: the tokens and ends of that gateway's requests, trimmed only by its owner (rule L5).
 
 ``request:<id>`` are hashes (see ``octavo_shared.scripts``), ``control`` and ``control:<ask id>`` are lists (see
-``octavo_shared.control``).
+``octavo_shared.control``), ``rate:<key>`` are hashes as well (see ``octavo_shared.buckets``).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Streams:
 
     async def idempotent(self, tenant: str, key: str) -> RequestId | None:
         """The first id of the answer that holds an idempotency key; None when nobody does."""
-        holder = await self.client.get(self.keys.idempotency(tenant, key))
+        holder: Any = await self.client.get(self.keys.idempotency(tenant, key))
         return RequestId.parse(holder.decode()) if holder else None
 
     async def look_up(self, request_ids: Sequence[RequestId]) -> list[Standing | None]:

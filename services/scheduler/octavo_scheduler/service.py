@@ -49,13 +49,21 @@ class SchedulerService:
     """Live requests, engines, and the promises between them."""
 
     def __init__(
-        self, settings: SchedulerSettings, streams: Streams, observer: Observer, metrics: SchedulerMetrics, term: int
+        self,
+        settings: SchedulerSettings,
+        streams: Streams,
+        observer: Observer,
+        metrics: SchedulerMetrics,
+        term: int,
+        holder: str = "",
     ) -> None:
+        """``holder`` is who holds the lease; requests are acknowledged only while that is so."""
         self.settings = settings
         self.streams = streams
         self.observer = observer
         self.metrics = metrics
         self.term = term
+        self._holder = holder
         self.live = LiveRequests()
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
@@ -226,7 +234,9 @@ class SchedulerService:
 
     async def _finish(self, entry_id: bytes, record: RequestRecord | None) -> None:
         async def finish() -> None:
-            await self.streams.finish_request(entry_id, record)
+            while not await self.streams.finish_request(entry_id, record, self._holder):
+                # Either the lease is taken again soon, or this scheduler is no more.
+                await asyncio.sleep(RETRY_S)
 
         await self.insist(finish)
         self._in_hand.discard(entry_id)

@@ -181,6 +181,7 @@ class RequestRecord(_message.Message):
     PLACE_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     READMITTED_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """"<log>-<serial>": the gateway incarnation whose log holds the answer, and a serial in it (hex)."""
     arrival_us: _builtins.int
@@ -218,6 +219,8 @@ class RequestRecord(_message.Message):
     places: _builtins.int
     readmitted: _builtins.bool
     """Appended again after Redis has lost it: its log may hold part of the answer, so it is folded before anything starts."""
+    tenant_weight: _builtins.float
+    """The tenant's share under the fair policy, where the gateway knows it; 0 = not said."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -249,10 +252,11 @@ class RequestRecord(_message.Message):
         place: _builtins.int = ...,
         places: _builtins.int = ...,
         readmitted: _builtins.bool = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_us", b"arrival_us", "cache_salt", b"cache_salt", "deadline_us", b"deadline_us", "disconnect_grace_ms", b"disconnect_grace_ms", "id", b"id", "idempotency_key", b"idempotency_key", "include_stop_str_in_output", b"include_stop_str_in_output", "lora", b"lora", "n", b"n", "owner_generation", b"owner_generation", "place", b"place", "places", b"places", "presentation", b"presentation", "priority", b"priority", "prompt", b"prompt", "readmitted", b"readmitted", "resume_ttl_ms", b"resume_ttl_ms", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_us", b"arrival_us", "cache_salt", b"cache_salt", "deadline_us", b"deadline_us", "disconnect_grace_ms", b"disconnect_grace_ms", "id", b"id", "idempotency_key", b"idempotency_key", "include_stop_str_in_output", b"include_stop_str_in_output", "lora", b"lora", "n", b"n", "owner_generation", b"owner_generation", "place", b"place", "places", b"places", "presentation", b"presentation", "priority", b"priority", "prompt", b"prompt", "readmitted", b"readmitted", "resume_ttl_ms", b"resume_ttl_ms", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
