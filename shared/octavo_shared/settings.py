@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from octavo_shared.records import MAX_CHOICES
+from octavo_shared.records import MAX_CHOICES, MAX_PROMPTS
 
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
 
@@ -155,7 +155,7 @@ class GatewaySettings(CommonSettings):
     enable_force_include_usage: bool = setting(False, "output", "Send usage at the end of every stream.")
     enable_request_id_headers: bool = setting(True, "HTTP", "Echo X-Request-Id.")
     seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
-    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1)
+    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1, le=MAX_PROMPTS)
     max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1, le=MAX_CHOICES)
     admin_timeout_s: float = setting(
         5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False
