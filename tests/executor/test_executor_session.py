@@ -24,6 +24,7 @@ from octavo_executor.outbox import Outbox
 from octavo_executor.runner import Runner
 from octavo_executor.session import Session
 from octavo_executor.step_loop import StepLoop
+from octavo_executor.step_work import Launched
 from octavo_scheduler.serve import SchedulerProcess
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import ExecutorInfo, StepOutput, StepPlan, StepResult
@@ -88,9 +89,16 @@ class Gated:
     def __init__(self, runner: Runner, before: Callable[[StepPlan], None], after: Callable[[StepOutput], None]) -> None:
         self._runner, self._before, self._after = runner, before, after
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def launch(self, plan: StepPlan) -> Launched:
         self._before(plan)
-        output = self._runner.execute(plan)
+        return self._runner.launch(plan)
+
+    def collect(self, step: Launched) -> StepOutput:
+        output = self._runner.collect(step)
         self._after(output)
         return output
 
