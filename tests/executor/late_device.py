@@ -32,6 +32,8 @@ class LateEvent:
             self._device.run_until(lambda: self.happened)
 
     def query(self) -> bool:
+        if not self.happened:
+            self._device.run_some()
         return self.happened
 
     def seconds_since(self, earlier: Event) -> float:
@@ -67,6 +69,7 @@ class LateStream:
 
     def run_one(self) -> None:
         first = self.queue.popleft()
+        self._device.ran += 1
         if not isinstance(first, LateEvent):
             with torch.inference_mode(), self._device.around():
                 first()
@@ -88,7 +91,9 @@ class LateDevice:
     ) -> None:
         self.ignored = set(ignored)
         self.compute, self.copy, self.fetch = (LateStream(self, name) for name in ("compute", "copy", "fetch"))
-        self.pinned_tensors: list[Tensor] = []
+        # Storages of pinned memory, which alone the host may look into while work is under way.
+        self.pinned_at: set[int] = set()
+        self.ran = 0
         # What work is carried out within, and what capturing does: for tests.
         self.around: Callable[[], Any] = torch.inference_mode
         self._capture = capture
@@ -101,12 +106,16 @@ class LateDevice:
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():
-            able = [stream for stream in (self.compute, self.copy, self.fetch) if stream.runnable]
-            assert able, "everything waits for something that never comes"
-            if self._ranks is None:
-                self._random.choice(able).run_one()
-            else:
-                min(able, key=lambda stream: self._ranks.index(stream.name)).run_one()  # type: ignore[union-attr]
+            assert self.run_some(), "everything waits for something that never comes"
+
+    def run_some(self) -> bool:
+        """Let time pass: one piece of work is done, if there is any."""
+        able = [stream for stream in (self.compute, self.copy, self.fetch) if stream.runnable]
+        if able and self._ranks is None:
+            self._random.choice(able).run_one()
+        elif able:
+            min(able, key=lambda stream: self._ranks.index(stream.name)).run_one()  # type: ignore[union-attr]
+        return bool(able)
 
     def synchronize(self) -> None:
         self.run_until(lambda: not (self.compute.queue or self.copy.queue or self.fetch.queue))
@@ -119,7 +128,7 @@ class LateDevice:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.zeros(shape, dtype=dtype)
-        self.pinned_tensors.append(tensor)
+        self.pinned_at.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     def capture(self, work: Work) -> Work | None:
