@@ -23,6 +23,7 @@ RESULT_WORDS = 1 << 13
 ALIGNED_WORDS = 4
 
 Values = npt.NDArray[Any]
+DTYPES: dict[type, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class StagedArena:
         return found
 
     def put(self, values: Values) -> Shared:
-        memory = self.take(values.shape, torch.from_numpy(np.empty(0, values.dtype)).dtype)
+        memory = self.take(values.shape, DTYPES[values.dtype.type])
         memory.host.numpy()[...] = values
         return memory
 

@@ -11,15 +11,15 @@ import torch
 
 from octavo_executor.batch import BatchState, PlanError
 from octavo_executor.device import Device, Work
-from octavo_executor.graphs import DecodeGraphs
+from octavo_executor.forward import StepForward
 from octavo_executor.host_pages import HostPages, PageMover
 from octavo_executor.kv_cache import KvCache
 from octavo_executor.lanes import Lane
 from octavo_executor.model import Transformer
 from octavo_executor.sampler import BeamDraw, Draw, Sampler
-from octavo_executor.step_work import Drawn, HiddenRows, Launched, PromptPart, Rows, SamplePart, Samples, StreamClock
+from octavo_executor.step_work import Drawn, Launched, PromptPart, Rows, SamplePart, Samples, StreamClock
 from octavo_executor.tables import DeviceTables
-from octavo_kernels import Kernels, SampleStatus, StepBounds, StepRows
+from octavo_kernels import Kernels, SampleStatus
 from octavo_shared.plan import NO_FLOATS, NO_INTS, OutputRow, StepOutput, StepPlan, StepResult, StepTimings
 from octavo_shared.records import EndReason, Problem, TokenLogprobs
 
@@ -63,7 +63,7 @@ class Runner:
         self._tables = DeviceTables(self.state, self._device, kernels)
         on_host = self._device.host_memory
         self._sampler = Sampler(self.state, kernels, self._tables.tokens, model.spec.vocab_size, appends=not on_host)
-        self._graphs = DecodeGraphs(self._device)
+        self._forward = StepForward(model, kernels, self.state, self._tables)
         inputs = model.inputs
         staging = None if on_host else inputs.staging
         self._lanes = [Lane(self._device, staging, inputs.header_words) for _ in range(self._device.depth)]
@@ -81,13 +81,7 @@ class Runner:
 
         Nothing may be under way.
         """
-        fitting = [size for size in sizes if size <= min(self._model.max_logits, self.state.num_slots)]
-        self._model.inputs.batch.num_seqs.zero_()
-        self._model.inputs.batch.query_start.zero_()
-        with torch.inference_mode():
-            self._device.synchronize()
-            self._graphs.capture(fitting, self._decode_step, progress)
-        self._device.synchronize()
+        self._forward.capture(sizes, progress)
 
     def reset(self) -> None:
         """Forget every sequence and every step under way: the next plan begins a new epoch."""
@@ -126,7 +120,7 @@ class Runner:
             self._plan_sampling(step)
             updates = self._tables.stage(changes, step.lane.uploads)
             moves = self._moves.stage(plan, step.lane.uploads)
-            forward, has_logits = self._plan_forward(step)
+            forward, has_logits = self._forward.plan(step)
             self.state.expect(step.samples.slots[: step.samples.num_draws])
             step.lane.uploads.send()
             if updates is not None:
@@ -225,7 +219,7 @@ class Runner:
         for part in samples.parts(most):
             slots = samples.slots[part]
             kind = self._sampler.draw if part.start < samples.num_draws else self._sampler.beams
-            hidden = self._hidden(rows.query_start[1:][samples.row_of[part]] - 1, step.lane)
+            hidden = self._forward.hidden(rows.query_start[1:][samples.row_of[part]] - 1, step.lane)
             step.drawn.append(SamplePart(part, hidden, kind(slots, step.lane)))
 
     def _plan_prompt_scores(self, step: Launched) -> None:
@@ -240,103 +234,11 @@ class Runner:
             for done in range(0, scored, self._model.max_logits):
                 n = min(self._model.max_logits, scored - done)
                 first = int(rows.query_start[i]) + done
-                hidden = self._hidden(np.arange(first, first + n, dtype=np.int32), step.lane)
+                hidden = self._forward.hidden(np.arange(first, first + n, dtype=np.int32), step.lane)
                 target = state.tokens[slot, start + done + 1 : start + done + 1 + n]
                 wanted = np.full(n, state.prompt_logprobs[slot], np.int32)
                 scores = self._sampler.scores(wanted, step.lane)
                 step.prompts.append(PromptPart(hidden, step.lane.uploads.put(target).device, scores, kept))
-
-    def _plan_forward(self, step: Launched) -> tuple[Work | None, bool]:
-        """What runs the layers, and whether logits come with it."""
-        rows, num_tokens = step.rows, step.rows.num_tokens
-        if not num_tokens:
-            return None, False
-        if self._device.host_memory:
-            self._fill_inputs(rows)
-            return lambda: self._forward(num_tokens, None), False
-        graph = self._graphs.fitting(len(rows.slots)) if self._is_decode(step) else None
-        self._fill_header(step, len(rows.slots) if graph is None else graph[0])
-        if graph is not None:
-            return graph[1], True
-        count, longest = len(rows.slots), int((rows.starts + rows.counts).max())
-        bounds = StepBounds(count, int(rows.counts.max()), longest)
-        return lambda: self._prepare_and_forward(count, num_tokens, bounds), False
-
-    @staticmethod
-    def _is_decode(step: Launched) -> bool:
-        """Every row computes one token and draws the next: row r of the logits is that of row r."""
-        count, samples = len(step.rows.slots), step.samples
-        plain = step.rows.num_tokens == count == len(samples.slots) == samples.num_draws and not step.prompts
-        return plain and bool((samples.row_of == np.arange(count)).all())
-
-    def _decode_step(self, size: int) -> Work:
-        """A step of ``size`` decodes, as it is captured."""
-        bounds = StepBounds(size, 1, self.state.max_model_len)
-
-        def work() -> None:
-            self._prepare_and_forward(size, size, bounds)
-            self._model.logits(size)
-
-        return work
-
-    def _prepare_and_forward(self, count: int, num_tokens: int, bounds: StepBounds) -> None:
-        inputs = self._model.inputs
-        rows = StepRows(
-            inputs.batch.num_seqs,
-            inputs.row_slots[:count],
-            inputs.row_starts[:count],
-            inputs.batch.query_start[: count + 1],
-            self._tables.tokens,
-            self._tables.pages,
-        )
-        built = (inputs.ids[:num_tokens], inputs.positions[:num_tokens], inputs.slots[:num_tokens])
-        self._kernels.prepare_inputs(rows, self._cache.block_size, *built, inputs.batch.block_tables)
-        self._forward(num_tokens, bounds)
-
-    def _forward(self, num_tokens: int, bounds: StepBounds | None) -> None:
-        self._kernels.start_step()
-        self._model.forward(num_tokens, bounds)
-
-    def _fill_header(self, step: Launched, size: int) -> None:
-        """What the host knows of the rows, padded to ``size`` rows."""
-        rows, count = step.rows, len(step.rows.slots)
-        assert step.lane.header is not None
-        number, slots, starts, query_start, seq_lens = self._model.inputs.columns(step.lane.header)
-        number[0] = count
-        slots[:count], starts[:count] = rows.slots, rows.starts
-        query_start[: count + 1], query_start[count + 1 : size + 1] = rows.query_start, rows.num_tokens
-        seq_lens[:count], seq_lens[count:size] = rows.starts + rows.counts, 0
-
-    def _fill_inputs(self, rows: Rows) -> None:
-        state, inputs, count, block = self.state, self._model.inputs, len(rows.slots), self._cache.block_size
-        total = int(rows.query_start[-1])
-        inputs.np_num_seqs[0] = count
-        lengths = rows.starts + rows.counts
-        inputs.np_query_start[: count + 1] = rows.query_start
-        inputs.np_seq_lens[:count] = lengths
-        width = -(-int(lengths.max()) // block)
-        inputs.np_block_tables[:count, :width] = state.tables[rows.slots, :width]
-        if total == count:
-            slot, position = rows.slots, rows.starts
-        else:
-            slot = np.repeat(rows.slots, rows.counts)
-            position = np.arange(total, dtype=np.int32) + np.repeat(rows.starts - rows.query_start[:-1], rows.counts)
-        inputs.np_ids[:total] = state.tokens[slot, position]
-        inputs.np_positions[:total] = position
-        inputs.np_slots[:total] = state.tables[slot, position // block] * block + position % block
-
-    def _hidden(self, rows: Ints, lane: Lane) -> HiddenRows:
-        return HiddenRows(rows, None if self._device.host_memory else lane.uploads.put(rows).device)
-
-    def _logits(self, hidden: HiddenRows) -> Work:
-        model, count = self._model, len(hidden.rows)
-
-        def work() -> None:
-            if hidden.index is None:
-                model.inputs.np_logits_index[:count] = hidden.rows
-            model.logits(count, hidden.index)
-
-        return work
 
     def _score(self, prompt: PromptPart) -> Work:
         return lambda: prompt.scores.run(self._model.last_logits(len(prompt.hidden.rows)), prompt.target)
@@ -362,13 +264,13 @@ class Runner:
         if forward is not None:
             compute.submit(forward)
         for prompt in step.prompts:
-            compute.submit(self._logits(prompt.hidden))
+            compute.submit(self._forward.logits(prompt.hidden))
             clock.mark("forward")
             compute.submit(self._score(prompt))
             clock.mark("sample")
         for part in step.drawn:
             if not has_logits:
-                compute.submit(self._logits(part.hidden))
+                compute.submit(self._forward.logits(part.hidden))
             clock.mark("forward")
             compute.submit(self._draw(part))
             clock.mark("sample")
