@@ -77,6 +77,27 @@ def test_quantised_pages(folder: Path, page_dtype: str) -> None:
     assert all(row.problem is None for output in got for row in output.rows)
 
 
+@pytest.mark.parametrize("device", [None, LateDevice(2)])
+def test_a_warm_up_fills_a_step_and_leaves_nothing(folder: Path, device: LateDevice | None) -> None:
+    runner = make_runner(folder, device=device, host_pages=2)
+    rows: list[int] = []
+    forward = runner._model.forward
+    runner._model.forward = lambda n, bounds=None: (rows.append(n), forward(n, bounds))[1]  # type: ignore[method-assign]
+    runner.warm_up()
+    # 128 tokens are 21 for each of 6 sequences.
+    assert rows == [126, 6, 1]
+    assert not runner.state.live.any()
+    expected = make_runner(folder)
+    prompt = random_tokens(9, 3)
+    drawn = []
+    for one in (runner, expected):
+        maker = PlanMaker(one)
+        sequence = maker.admit(prompt, GREEDY)
+        maker.finish(sequence)
+        drawn.append(sequence.tokens)
+    assert drawn[0] == drawn[1]
+
+
 def test_graphs_by_number_of_rows() -> None:
     assert graph_sizes(256)[:6] == (1, 2, 4, 8, 16, 24)
     assert graph_sizes(256)[-1] == 256

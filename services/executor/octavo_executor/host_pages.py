@@ -134,6 +134,11 @@ class PageMover:
         return moves.restored.seconds_since(moves.restoring)
 
     @property
+    def num_host_pages(self) -> int:
+        """Pages of the host tier."""
+        return self._host.num_pages
+
+    @property
     def saving(self) -> bool:
         """Whether pages are being copied out."""
         return bool(self._under_way)

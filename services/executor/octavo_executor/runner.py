@@ -19,6 +19,7 @@ from octavo_executor.model import Transformer
 from octavo_executor.sampler import BeamDraw, Draw, Sampler
 from octavo_executor.step_work import Drawn, Launched, PromptPart, Rows, SamplePart, Samples, StreamClock
 from octavo_executor.tables import DeviceTables
+from octavo_executor.warm_up import warm_up_plans
 from octavo_kernels import Kernels, SampleStatus
 from octavo_shared.plan import NO_FLOATS, NO_INTS, OutputRow, StepOutput, StepPlan, StepResult, StepTimings
 from octavo_shared.records import EndReason, Problem, TokenLogprobs
@@ -82,6 +83,16 @@ class Runner:
         Nothing may be under way.
         """
         self._forward.capture(sizes, progress)
+
+    def warm_up(self) -> None:
+        """Run steps of the largest size: kernels are compiled, and memory is at its peak. What pages hold is lost.
+
+        Nothing may be under way; every sequence is forgotten.
+        """
+        self.reset()
+        for plan in warm_up_plans(self.state, self._model.max_tokens, self._moves.num_host_pages):
+            self.execute(plan)
+        self.reset()
 
     def reset(self) -> None:
         """Forget every sequence and every step under way: the next plan begins a new epoch."""
