@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from octavo_shared.streams import Keys
+from octavo_shared.keys import Keys
 
 # In: per-minute limits of requests and tokens (0 = none), what each costs, and whether to ask first. Out: whether it was
 # taken, and what is left of each. The clock is Redis's, so gateways need not agree on the time.

@@ -115,7 +115,7 @@ class Admission:
     async def submit(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], order: Order
     ) -> Submission:
-        """Append one request per prompt. When one append fails, those before it are aborted.
+        """Append one request per prompt, all or none of them.
 
         Raises:
             ApiError: 429 when they would wait for too long or the key has spent its rates, 503 when Redis does not take them.
@@ -148,13 +148,14 @@ class Admission:
                 stop=draft.stop,
                 include_stop_str_in_output=order.include_stop_str_in_output,
                 presentation=order.presentation,
+                place=place,
+                places=len(prompts),
             )
-            for request_id, prompt, sampling in zip(watcher.ids, prompts, samplings, strict=True)
+            for place, (request_id, prompt, sampling) in enumerate(zip(watcher.ids, prompts, samplings, strict=True))
         )
         try:
             async with asyncio.timeout(ADMIT_TIMEOUT_S):
-                for record in records:
-                    await self._streams.admit(record)
+                await self._streams.admit(*records)
         except (RedisError, OSError, TimeoutError) as error:
             # Whether the append happened is not known: the abort undoes it if it did.
             self._reader.part(watcher, abort="not_admitted")
