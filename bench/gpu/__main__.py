@@ -10,17 +10,18 @@ status is 1 if a case fails or a section does not end well; a goal that is misse
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sections import SECTIONS, Schedule, Section, carry_out
 
 LIMIT_S = 450.0
-CAN_BE_WITHOUT = {"matplotlib": "no pictures"}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,6 +64,9 @@ def device_notes(options: argparse.Namespace) -> list[str]:
     Raises:
         SystemExit: a GPU is needed and there is none.
     """
+    missing = [name for name in ("numpy", "torch", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"{sys.executable} lacks {', '.join(missing)}; PYTHON=... names another Python")
     import torch
     import triton
 
@@ -84,10 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     mode = "tiny" if options.tiny else "compile" if options.compile else "gpu"
     if options.job:
-        name, shard = options.job.split(":")
+        name, shard, shards = options.job.split(":")
         section = next(section for section in SECTIONS if section.name == name)
+        section = replace(section, shards=int(shards))
         return carry_out(section, int(shard), mode, options.compile, options.folder)
     sections = chosen(options.only)
+    if options.tiny:
+        sections = [replace(section, shards=1) for section in sections]
+    if options.compile or options.tiny:
+        sections = [replace(section, timeout_s=options.limit) for section in sections]
     environment(options.tiny)
     options.folder.mkdir(parents=True, exist_ok=True)
     for old in [*options.folder.glob("*.csv"), *options.folder.glob("*.log"), *options.folder.glob("*.png")]:

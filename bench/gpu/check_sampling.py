@@ -95,10 +95,9 @@ def check_draws(stage: Stage) -> Iterator[Finding]:
     """Every setting, on vocabularies of several sizes; then penalties, biases, bans and rows that cannot be drawn."""
     kernels = stage.kernels()
     for vocab in stage.pick((151936, 128256, 32000, 1000), (300,)):
-        count = len(SETTINGS) * stage.pick(3, 1)
-        temperature, top_k, top_p, min_p = (
-            list(column) * (count // len(SETTINGS)) for column in zip(*SETTINGS, strict=True)
-        )
+        settings = stage.pick(SETTINGS * 3, SETTINGS[4:6])
+        count = len(settings)
+        temperature, top_k, top_p, min_p = map(list, zip(*settings, strict=True))
         logits = logits_of(stage, count, vocab)
         rows = rows_of(
             stage, count, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -137,7 +136,7 @@ def _penalised(stage: Stage) -> Iterator[Finding]:
 
 def check_dependence(stage: Stage) -> Iterator[Finding]:
     """A draw is a function of its own row: of its place, its batch and the day it depends on nothing."""
-    kernels, vocab, count = stage.kernels(), stage.pick(151936, 300), stage.pick(256, 4)
+    kernels, vocab, count = stage.kernels(), stage.pick(151936, 300), stage.pick(256, 2)
     logits = stage.randn(count, vocab) * 2
     columns = {
         "temperature": [0.6, 1.0] * (count // 2), "top_p": [1.0, 0.9] * (count // 2), "seed": list(range(count)),
@@ -160,7 +159,7 @@ def check_dependence(stage: Stage) -> Iterator[Finding]:
 
 def check_distribution(stage: Stage) -> Iterator[Finding]:
     """Draws follow the softmax: chi-square over tokens, in standard deviations from its mean."""
-    vocab, count = stage.pick((512, 65536), (16, 256))
+    vocab, count = stage.pick((512, 65536), (4, 24))
     row = torch.from_numpy(np.random.RandomState(5).standard_normal(vocab).astype(np.float32)) * 1.5
     rows = rows_of(stage, count, temperature=0.8, seed=list(range(count)), position=7)
     token, _ = stage.kernels().sample(row.expand(count, vocab).contiguous().to(stage.device), on_device(stage, rows))
@@ -176,7 +175,7 @@ def check_distribution(stage: Stage) -> Iterator[Finding]:
 
 def check_lists(stage: Stage) -> Iterator[Finding]:
     """Log-probabilities of targets and of the best tokens, and the candidates of beams."""
-    kernels, vocab, count = stage.kernels(), stage.pick(151936, 300), stage.pick(24, 5)
+    kernels, vocab, count = stage.kernels(), stage.pick(151936, 300), stage.pick(24, 3)
     logits = logits_of(stage, count, vocab)
     wanted = torch.tensor([r % 21 for r in range(count)], dtype=torch.int32)
     target = torch.tensor([(7919 * r) % vocab if r != 2 else -1 for r in range(count)], dtype=torch.int32)

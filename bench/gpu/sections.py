@@ -99,7 +99,9 @@ def compile_all(work: Callable[[Stage], int], architecture: str) -> int:
     kernels = Counter((launch.name, launch.warps, launch.stages, launch.shared_bytes) for launch in launches)
     for (name, warps, stages, shared_bytes), count in sorted(kernels.items()):
         too_much = shared_bytes > target.gpu.shared_bytes
-        print(f"{name} x {count}: {warps} warps, {stages} stages, {shared_bytes} bytes{' TOO MUCH' if too_much else ''}")
+        print(
+            f"{name} x {count}: {warps} warps, {stages} stages, {shared_bytes} bytes{' TOO MUCH' if too_much else ''}"
+        )
         failed |= too_much
     return int(failed)
 
@@ -114,7 +116,7 @@ class Process:
         self._log = (folder / f"{job.name}.log").open("w", encoding="utf-8")
         command = [sys.executable, str(HERE), str(folder), *flags]
         self._process = subprocess.Popen(
-            [*command, "--job", f"{job.section.name}:{job.shard}"],
+            [*command, "--job", f"{job.section.name}:{job.shard}:{job.section.shards}"],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
