@@ -3,7 +3,7 @@
     bench/gpu.sh OUTDIR [--only attention,decode] [--tiny] [--compile sm_90]
 
 Correctness of every kernel against float64, the bandwidth of decodes, the arithmetic of prompts. Every section is a process of
-its own with a time limit: one that crashes costs only itself. Figures go to OUTDIR as CSV, PNG and summary.md. The exit
+its own with a time limit: one that crashes costs only itself. What comes of it goes to OUTDIR: summary.md, gpu.png, log.txt and CSV files. The exit
 status is 1 if a case fails or a section does not end well; a goal that is missed is not a failure.
 """
 
@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sections import SECTIONS, Schedule, Section, carry_out
+import summary
+from sections import SECTIONS, Outcome, Schedule, Section, carry_out
 
 LIMIT_S = 450.0
 
@@ -99,21 +100,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sections = [replace(section, timeout_s=options.limit) for section in sections]
     environment(options.tiny)
     options.folder.mkdir(parents=True, exist_ok=True)
-    for old in [*options.folder.glob("*.csv"), *options.folder.glob("*.log"), *options.folder.glob("*.png")]:
-        old.unlink()
     notes = device_notes(options)
     print("\n".join(notes), flush=True)
     workers = options.workers or max(1, min(11, (os.cpu_count() or 1) - 2))
     flags = ["--tiny"] * options.tiny + (["--compile", options.compile] if options.compile else [])
-    outcomes = Schedule(flags, options.folder, begun + options.limit, workers).run(sections)
+    with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as name:
+        parts = Path(name)
 
-    import summary
+        def publish(outcomes: Sequence[Outcome]) -> None:
+            """After every section, so that what ends all of this early leaves what is known by then."""
+            seconds = time.monotonic() - begun
+            summary.publish(parts, options.folder, summary.page(parts, outcomes, seconds, "The GPU, measured", notes))
 
-    if mode != "compile":
-        notes.append(summary.plot(options.folder))
-    text = summary.page(options.folder, outcomes, time.monotonic() - begun, "The GPU, measured", notes)
-    (options.folder / "summary.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}")
+        outcomes = Schedule(flags, parts, begun + options.limit, workers, publish).run(sections)
+        if mode != "compile":
+            notes.append(summary.plot(parts, options.folder / "gpu.png"))
+        publish(outcomes)
+    print(f"\n{(options.folder / 'summary.md').read_text(encoding='utf-8')}")
     return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
 
 

@@ -140,8 +140,17 @@ class Process:
 class Schedule:
     """Runs jobs: checks side by side, then what is timed one after the other, all before ``deadline`` (monotonic)."""
 
-    def __init__(self, flags: Sequence[str], folder: Path, deadline: float, workers: int) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        folder: Path,
+        deadline: float,
+        workers: int,
+        tell: Callable[[Sequence[Outcome]], None],
+    ) -> None:
+        """``tell`` hears of everything that ended, each time something does."""
         self._flags, self._folder, self._deadline, self._workers = flags, folder, deadline, workers
+        self._tell = tell
         self.outcomes: list[Outcome] = []
 
     def run(self, sections: Sequence[Section]) -> list[Outcome]:
@@ -176,3 +185,4 @@ class Schedule:
     def _note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         print(f"{outcome.job:16} {outcome.status:10} {outcome.seconds:6.1f} s", flush=True)
+        self._tell(self.outcomes)

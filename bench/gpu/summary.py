@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sections import Outcome
 
@@ -112,56 +113,73 @@ def page(folder: Path, outcomes: Sequence[Outcome], seconds: float, title: str, 
 TABLES = (("decode", "Attention of decodes"), ("prefill", "Attention of prompts"))
 
 
-def plot(folder: Path) -> str:
-    """PNG files of what was timed; says what was done."""
+def publish(parts: Path, folder: Path, text: str) -> None:
+    """Few files: the page, one table of all checks, one per section that was timed, all logs in one."""
+    (folder / "summary.md").write_text(text, encoding="utf-8")
+    _write(folder / "checks.csv", [{"section": name, **row} for name in CHECKED for row in read(parts, name)])
+    for name, _ in TABLES:
+        _write(folder / f"{name}.csv", read(parts, name))
+    logs = [
+        f"== {path.stem}\n{path.read_text(encoding='utf-8', errors='replace')}" for path in sorted(parts.glob("*.log"))
+    ]
+    (folder / "log.txt").write_text("\n".join(logs), encoding="utf-8")
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    """Nothing for no rows, so that what was not run this time is not mistaken for it."""
+    path.unlink(missing_ok=True)
+    if rows:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def plot(parts: Path, path: Path) -> str:
+    """A picture of what was timed; says what was done."""
+    path.unlink(missing_ok=True)
     try:
         import matplotlib
     except ModuleNotFoundError:
-        return "no pictures: matplotlib is not installed"
+        return "no picture: matplotlib is not installed"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = [name for name, draw in PICTURES.items() if _draw(folder, name, draw, pyplot)]
-    return f"pictures: {', '.join(drawn) or 'none, nothing was timed'}"
-
-
-def _draw(folder: Path, name: str, draw: Callable[[Path, object], bool], pyplot: object) -> bool:
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))  # type: ignore[attr-defined]
-    drawn = draw(folder, axes)
-    if drawn:
+    figure, axes = pyplot.subplots(1, len(PICTURES), figsize=(6.5 * len(PICTURES), 4.5))
+    drawn = [draw(parts, each) for draw, each in zip(PICTURES, axes, strict=True)]
+    if any(drawn):
         figure.tight_layout()
-        figure.savefig(folder / f"{name}.png", dpi=120)
-    pyplot.close(figure)  # type: ignore[attr-defined]
-    return drawn
+        figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return f"pictures in {path.name}" if any(drawn) else "no picture: nothing was timed"
 
 
-def _decode_picture(folder: Path, axes: object) -> bool:
-    rows = [
-        r for r in read(folder, "decode") if r["kind"] == "decode" and r["heads"] == "64/8" and r["pages"] == "bf16"
-    ]
+def _decode_picture(parts: Path, axes: Any) -> bool:
+    rows = [r for r in read(parts, "decode") if r["kind"] == "decode" and r["heads"] == "64/8" and r["pages"] == "bf16"]
     for keys in sorted({row["keys"] for row in rows}):
         points = sorted((number(r, "seqs"), number(r, "share_of_copy")) for r in rows if r["keys"] == keys)
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"{keys} keys")  # type: ignore[attr-defined]
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{keys} keys")
     _finish(axes, "sequences", "share of copy bandwidth", "Decodes, bfloat16, 64/8 heads of 128", 0.9)
     return bool(rows)
 
 
-def _prefill_picture(folder: Path, axes: object) -> bool:
+def _prefill_picture(parts: Path, axes: Any) -> bool:
     rows = [
-        r for r in read(folder, "prefill") if r["kind"] == "whole" and r["seqs"] == "1" and r["heads"] == "32/8 of 128"
+        r for r in read(parts, "prefill") if r["kind"] == "whole" and r["seqs"] == "1" and r["heads"] == "32/8 of 128"
     ]
     for pages in sorted({row["pages"] for row in rows}):
         points = sorted((number(r, "keys"), number(r, "share_of_matmul")) for r in rows if r["pages"] == pages)
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"pages {pages}")  # type: ignore[attr-defined]
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"pages {pages}")
     _finish(axes, "tokens", "share of matmul rate", "Whole prompts, 32/8 heads of 128", 0.6)
     return bool(rows)
 
 
-def _finish(axes: object, x: str, y: str, title: str, goal: float) -> None:
-    axes.axhline(goal, linestyle="--", color="grey")  # type: ignore[attr-defined]
-    axes.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))  # type: ignore[attr-defined]
-    axes.set_xscale("log", base=2)  # type: ignore[attr-defined]
-    axes.legend()  # type: ignore[attr-defined]
+def _finish(axes: Any, x: str, y: str, title: str, goal: float) -> None:
+    axes.axhline(goal, linestyle="--", color="grey")
+    axes.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
 
 
-PICTURES: dict[str, Callable[[Path, object], bool]] = {"decode": _decode_picture, "prefill": _prefill_picture}
+PICTURES: tuple[Callable[[Path, Any], bool], ...] = (_decode_picture, _prefill_picture)

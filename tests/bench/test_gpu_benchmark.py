@@ -38,16 +38,18 @@ def run(folder: Path, *options: str, timeout: float = 280) -> subprocess.Complet
 
 def test_a_rehearsal_of_all_sections(tmp_path: Path) -> None:
     done = run(tmp_path, "--tiny")
-    logs = "\n".join(path.read_text()[-800:] for path in tmp_path.glob("*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "summary.md").read_text()
     assert "| ✓ | kernels against float64 | no case fails | 0 of" in page
     for section in SECTIONS:
         assert f"| {section.name} | passed |" in page
-        rows = list(csv.DictReader((tmp_path / f"{section.name}.csv").open()))
-        assert rows, section.name
-        if section.kind == "checks":
-            assert all(row["passed"] == "True" and float(row["error"]) <= float(row["limit"]) * 4 for row in rows)
+        if section.kind == "times":
+            assert list(csv.DictReader((tmp_path / f"{section.name}.csv").open())), section.name
+    rows = list(csv.DictReader((tmp_path / "checks.csv").open()))
+    assert {row["section"] for row in rows} == {section.name for section in SECTIONS if section.kind == "checks"}
+    assert all(row["passed"] == "True" and float(row["error"]) <= float(row["limit"]) * 4 for row in rows)
+    # A machine that is lent may bring back only few files.
+    assert len(list(tmp_path.iterdir())) <= 8
 
 
 def test_what_finds_no_time_is_told_and_is_a_failure(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_every_launch_compiles(tmp_path: Path, only: str) -> None:
 
 def compile_sections(folder: Path, only: str) -> None:
     done = run(folder, "--compile", "sm_90", "--only", only, "--limit", "3500", timeout=3600)
-    logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
+    logs = (folder / "log.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + logs[-3000:]
     assert "_kernel x" in logs
     assert "TOO MUCH" not in logs
@@ -168,6 +170,6 @@ def test_goals(tmp_path: Path) -> None:
     assert "| decode | crashed | 3.0 |" in page
 
 
-def test_without_matplotlib_there_are_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert summary.plot(tmp_path) == "no pictures: matplotlib is not installed"
+    assert summary.plot(tmp_path, tmp_path / "gpu.png") == "no picture: matplotlib is not installed"

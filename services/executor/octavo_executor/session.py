@@ -17,7 +17,9 @@ from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
 from octavo_shared.wire import (
     KEEPALIVE_OPTIONS,
+    Farewell,
     FromExecutor,
+    FromScheduler,
     Heartbeat,
     Refusal,
     Welcome,
@@ -49,7 +51,7 @@ class Session:
         self._info = info
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = executor_pb2_grpc.SchedulerStub(self._channel)
-        self._incoming: queue.SimpleQueue[tuple[float, Welcome | StepPlan | Refusal | None]] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[tuple[float, FromScheduler | None]] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[FromExecutor | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self.highest_term = info.highest_term
@@ -63,8 +65,8 @@ class Session:
         for thread in self._threads:
             thread.start()
 
-    def receive(self) -> tuple[float, Welcome | StepPlan | None]:
-        """The next welcome or plan, with the time (``perf_counter`` seconds) it came; waits. None: the session is closed.
+    def receive(self) -> tuple[float, Welcome | StepPlan | Farewell | None]:
+        """The next message, with the time (``perf_counter`` seconds) it came; waits. None: the session is closed.
 
         Raises:
             RefusedError: the scheduler refuses this executor for good.

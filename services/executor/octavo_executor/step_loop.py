@@ -11,7 +11,7 @@ from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox, StepAppend
 from octavo_executor.session import Session
 from octavo_shared.plan import NO_BYTES, NO_INTS, StepOutput, StepPlan, StepResult
-from octavo_shared.wire import Resync, Welcome
+from octavo_shared.wire import Farewell, Resync, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class StepLoop:
                 self._logged.idle()
             asked = time.perf_counter()
             arrived, message = self._session.receive()
-            if message is None:
+            if message is None or isinstance(message, Farewell):
                 return
             if isinstance(message, Welcome):
                 self._begin(message)

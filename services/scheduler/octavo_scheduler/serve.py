@@ -57,7 +57,8 @@ class SchedulerProcess:
         """
         term = await self._take_lease()
         metrics = SchedulerMetrics(self.settings.model_name)
-        service = SchedulerService(self.settings, self.streams, Observer(self.tracing, metrics), metrics, term)
+        observer = Observer(self.tracing, metrics)
+        service = SchedulerService(self.settings, self.streams, observer, metrics, term, self.incarnation)
         self.service = service
         await self.streams.create_group()
         await service.take_over(await self.streams.claim_pending(self.incarnation))

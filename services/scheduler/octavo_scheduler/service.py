@@ -35,7 +35,7 @@ from octavo_shared.entries import MalformedEntryError, decode_request, encode_fe
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
-from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem
+from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
 from octavo_shared.wire import Heartbeat, Logged
@@ -49,13 +49,21 @@ class SchedulerService:
     """Live requests, engines, and the promises between them."""
 
     def __init__(
-        self, settings: SchedulerSettings, streams: Streams, observer: Observer, metrics: SchedulerMetrics, term: int
+        self,
+        settings: SchedulerSettings,
+        streams: Streams,
+        observer: Observer,
+        metrics: SchedulerMetrics,
+        term: int,
+        holder: str = "",
     ) -> None:
+        """``holder`` is who holds the lease; requests are acknowledged only while that is so."""
         self.settings = settings
         self.streams = streams
         self.observer = observer
         self.metrics = metrics
         self.term = term
+        self._holder = holder
         self.live = LiveRequests()
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
@@ -108,9 +116,16 @@ class SchedulerService:
             live = LiveRequest(record, entry_id, open=set(range(record.n)))
             self._take_on(live)
             lives.append(live)
+        await self.insist(partial(self._learn_owners, lives))
         if lives:
             logger.info("taking over %d requests of an earlier term", len(lives))
             await self._resume(lives)
+
+    async def _learn_owners(self, lives: list[LiveRequest]) -> None:
+        owners = await self.streams.owners([live.record.id for live in lives])
+        for live, owner in zip(lives, owners, strict=True):
+            if owner is not None:
+                live.generation, live.gateway = owner
 
     def _take_on(self, live: LiveRequest) -> None:
         self.live.add(live)
@@ -124,11 +139,14 @@ class SchedulerService:
             self.end_choices(live, set(live.open), EndReason.TIMEOUT, None)
 
     def abort(self, record: AbortRecord) -> bool:
-        """Someone no longer wants a choice, or all; False when the request is not known here (yet)."""
+        """Someone no longer wants a choice, or all, or follows it now; False when the request is not known here (yet)."""
         live = self.live.get(record.request_id)
         if live is None:
             return False
-        if record.owner_generation >= live.record.owner_generation:
+        if record.new_owner:
+            if record.owner_generation > live.generation:
+                live.generation, live.gateway = record.owner_generation, record.new_owner
+        elif record.owner_generation >= live.generation:
             choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
@@ -212,10 +230,15 @@ class SchedulerService:
             self._lobby.pop(request_id, None)
             self._homes.pop(request_id, None)
             self._acquit(request_id)
-            self.spawn(self._finish(finished.entry_id, request_id))
+            self.spawn(self._finish(finished.entry_id, finished.record))
 
-    async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
-        await self.insist(lambda: self.streams.finish_request(entry_id, request_id))
+    async def _finish(self, entry_id: bytes, record: RequestRecord | None) -> None:
+        async def finish() -> None:
+            while not await self.streams.finish_request(entry_id, record, self._holder):
+                # Either the lease is taken again soon, or this scheduler is no more.
+                await asyncio.sleep(RETRY_S)
+
+        await self.insist(finish)
         self._in_hand.discard(entry_id)
 
     async def insist(self, operation: Callable[[], Awaitable[None]]) -> None:
