@@ -46,6 +46,12 @@ def split_list(value: Any) -> Any:
     return value
 
 
+def split_counts(value: Any) -> Any:
+    """Read ``1,2`` and ``["1,2", 4]`` as lists of numbers."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [parse_count(count) for part in parts for count in (split_list(part) if isinstance(part, str) else [part])]
+
+
 def check_redis_url(value: str) -> str:
     """Refuse what is no Redis URL."""
     if not value.startswith(("redis://", "rediss://", "unix://")):
@@ -86,6 +92,7 @@ Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
 NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
+CountList = Annotated[list[Annotated[int, Field(ge=1)]], NoDecode, BeforeValidator(split_counts)]
 KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
 AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_admin_keys)]
 Weights = Annotated[dict[str, Weight], NoDecode, BeforeValidator(parse_weights)]
@@ -173,7 +180,7 @@ class SchedulerSettings(CommonSettings):
     )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(
-        None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
+        None, "scheduler", "Most tokens computed in one step (default: what executors can).", ge=1
     )
     enable_chunked_prefill: bool = setting(True, "scheduler", "Compute long prompts in pieces beside decodes.")
     long_prefill_token_threshold: Count = setting(
@@ -199,14 +206,32 @@ class ExecutorSettings(CommonSettings):
         socket.gethostname(), "scheduler", "Name of this executor, stable across restarts (default: the host's name)."
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "model", "Where to compute.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "model", "Type of weights and activations."
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = setting(
+        "auto", "model", "Type of weights and activations; auto: on a GPU the checkpoint's own."
+    )
+    quantization: Literal["fp8", "awq", "gptq", "compressed-tensors"] | None = setting(
+        None, "model", "fp8: round plain weights to 8 bits as they are loaded. Others must be what the checkpoint has."
+    )
+    enforce_eager: bool = setting(
+        False, "model", "On a GPU, launch every kernel by itself instead of graphs of decodes."
+    )
+    max_cudagraph_capture_size: Count | None = setting(
+        None,
+        "model",
+        "Largest batch of decodes that a graph is captured for (default 512, at most --max-num-seqs).",
+        ge=1,
+    )
+    cuda_graph_sizes: CountList = setting(
+        [], "model", "Batches that graphs are captured for, comma separated; default: 1, 2, 4 and multiples of 8."
     )
     max_model_len: Count | None = setting(None, "model", "Longest sequence in tokens; default from the model.", ge=1)
     block_size: int | None = setting(None, "cache", "Tokens per KV-cache block (default 16).", ge=1, le=256)
-    gpu_memory_utilization: float = setting(0.92, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
+    gpu_memory_utilization: float = setting(0.9, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
     kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
     num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = setting(
+        "auto", "cache", "Type of keys and values; auto: that of activations. Others need a GPU."
+    )
     kv_offloading_size: float = setting(
         0.0,
         "cache",
@@ -216,7 +241,7 @@ class ExecutorSettings(CommonSettings):
     )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(
-        None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
+        None, "scheduler", "Most tokens computed in one step (default 8192 on a GPU, 2048 on a CPU).", ge=1
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
