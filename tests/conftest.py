@@ -3,6 +3,8 @@ which may be long before the kernels' own tests: transformers does it too."""
 
 import os
 
+import pytest
+
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -45,10 +45,6 @@ SECTIONS = (
     Section("layers", "check_layers", "checks", 120.0, 2),
     Section("decode", "time_decode", "times", 90.0),
     Section("prefill", "time_prefill", "times", 90.0),
-    Section("serving", "time_serving", "times", 120.0),
-    Section("step", "time_step", "times", 60.0),
-    Section("serving-large", "time_serving_large", "times", 120.0),
-    Section("reference", "time_reference", "times", 60.0),
 )
 
 
