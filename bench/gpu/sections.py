@@ -43,6 +43,7 @@ SECTIONS = (
     Section("cache", "check_cache", "checks", 120.0, 2),
     Section("sampling", "check_sampling", "checks", 120.0),
     Section("layers", "check_layers", "checks", 120.0, 2),
+    Section("weights", "check_weights", "checks", 120.0),
     Section("decode", "time_decode", "times", 90.0),
     Section("prefill", "time_prefill", "times", 90.0),
 )

@@ -83,7 +83,7 @@ def goals(folder: Path) -> list[Goal]:
     ]
 
 
-CHECKED = ("attention", "cache", "sampling", "layers")
+CHECKED = ("attention", "cache", "sampling", "layers", "weights")
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
