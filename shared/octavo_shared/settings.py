@@ -185,12 +185,22 @@ class SchedulerSettings(CommonSettings):
         ge=0,
     )
     scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+    executor_lease_s: float = setting(
+        10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds).", gt=0
+    )
+    step_timeout_s: float = setting(
+        300.0, "scheduler", "An executor whose step takes longer is let go (seconds).", gt=0, allow_inf_nan=False
+    )
 
 
 class ExecutorSettings(CommonSettings):
     """Weights, pages and the forward pass."""
 
-    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path of the scheduler.")
+    scheduler_address: str = setting(
+        DEFAULT_SCHEDULER_ADDRESS,
+        "scheduler",
+        "host:port or unix:path of the scheduler; of several, comma separated, whichever answers.",
+    )
     executor_name: str = setting(
         socket.gethostname(), "scheduler", "Name of this executor, stable across restarts (default: the host's name)."
     )
@@ -215,6 +225,9 @@ class ExecutorSettings(CommonSettings):
         None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
+    drain_timeout_s: float = setting(
+        10.0, "scheduler", "How long an executor told to stop waits to be relieved of its sequences (seconds).", ge=0
+    )
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
 
 

@@ -86,6 +86,13 @@ if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.ca
 return redis.call('INCR', KEYS[1])
 """
 
+# Take a lease that is free or one's own already: the answer to an earlier try may have been lost.
+_TAKE = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+
 # Renew or release a lease, but only one's own.
 _RENEW = (
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
@@ -180,6 +187,7 @@ class Streams:
         self._finish = client.register_script(_FINISH)
         self._trim = client.register_script(_TRIM)
         self._next_term = client.register_script(_NEXT_TERM)
+        self._take = client.register_script(_TAKE)
         self._renew = client.register_script(_RENEW)
         self._release = client.register_script(_RELEASE)
 
@@ -255,17 +263,6 @@ class Streams:
     async def num_pending(self) -> int:
         """Entries of the model stream that have been read and are not acknowledged yet."""
         return int((await self.client.xpending(self.keys.requests, GROUP))["pending"])
-
-    async def read_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
-        """Everything a consumer has been sent and has not acknowledged, once more (b"" for what has been deleted)."""
-        entries: list[tuple[bytes, bytes]] = []
-        after: bytes | str = "0"
-        while True:
-            page = _entries(await self.client.xreadgroup(GROUP, consumer, {self.keys.requests: after}, count=256))
-            if not page:
-                return entries
-            entries += page
-            after = page[-1][0]
 
     async def claim_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
         """Take over every pending entry, whoever had it (only for the holder of a fresh lease)."""
@@ -356,8 +353,8 @@ class Streams:
     # --- leases and what is published ---
 
     async def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
-        """Take a lease if it is free."""
-        return bool(await self.client.set(key, holder, nx=True, px=int(ttl_s * 1000)))
+        """Take a lease if it is free, or ours already."""
+        return bool(await self._take(keys=[key], args=[holder, int(ttl_s * 1000)]))
 
     async def renew_lease(self, key: str, holder: str, ttl_s: float) -> bool:
         """Keep a lease; False when it is no longer ours."""

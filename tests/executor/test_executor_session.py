@@ -103,7 +103,7 @@ class Line:
 
     def __init__(self, runner: Runner, valkey: str, address: str) -> None:
         info = ExecutorInfo("e", "e-1", "m", "f", 80, 16, 200, 6, 128, 131)
-        self.session = Session(address, info)
+        self.session = Session([address], info)
         # What was said of the log outside results.
         self.said: list[Logged] = []
         self.mark = LoggedMark(self._say)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from service_stage import LOG, MODEL, Stage, open_stage, play
 
-from octavo_scheduler.engine import SILENCE_S, STUCK_S, choose_engine
+from octavo_scheduler.engine import IDLE_S, SILENCE_S, STUCK_S, choose_engine
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_shared.entries import encode_request
 from octavo_shared.fold import LogFold
@@ -438,6 +438,9 @@ def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
             await stage.admit(1)
             assert isinstance(await executor.hear(), StepPlan)
             engine.last_heard_s = now + 2 * STUCK_S
+            assert not engine.is_making_progress(now + IDLE_S + 1), "it has a plan and is in no step"
+            engine.step_s = 1.0
+            assert engine.is_making_progress(now + IDLE_S + 1), "a long step is honest"
             assert not engine.is_making_progress(now + STUCK_S + 1), "it beats but its step never ends"
 
     play(scene, valkey, tmp_path)

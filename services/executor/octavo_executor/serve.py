@@ -25,7 +25,7 @@ from octavo_executor.weights import choose_dtypes, load_weights
 from octavo_kernels import choose_kernels
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.plan import ExecutorInfo
-from octavo_shared.settings import ExecutorSettings, SettingError
+from octavo_shared.settings import ExecutorSettings, SettingError, split_list
 from octavo_shared.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def run(settings: ExecutorSettings) -> int:
         info.num_host_blocks * info.block_bytes / 2**30,
         info.max_model_len,
     )
-    session = Session(settings.scheduler_address, info)
+    session = Session(split_list(settings.scheduler_address), info, settings.drain_timeout_s)
     logged = LoggedMark(session.send)
     outbox = Outbox(
         settings.redis_url,
@@ -223,7 +223,7 @@ def run(settings: ExecutorSettings) -> int:
         broken=session.close,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: session.close())
+        signal.signal(number, lambda *_: session.drain())
     status = 0
     try:
         StepLoop(model.runner, session, outbox, logged).run()

@@ -93,9 +93,13 @@ class _Session:
     def close(self, why: str) -> None:
         """The executor is gone."""
         if self._engine is not None:
-            logger.warning("executor %s left: %s", self._engine.info.name, why)
-            self._service.detach(self._engine, failed_message=why)
-            self._engine = None
+            engine, self._engine = self._engine, None
+            self._service.detach(engine, f"left: {why}")
+
+    def hang_up(self, why: str) -> None:
+        """The executor is as good as gone: end the call. If it lives it dials again."""
+        self.close(why)
+        self._outgoing.put_nowait(None)
 
     def _take(self, raw: pb.ExecutorMessage) -> None:
         message = from_executor(raw)
@@ -157,7 +161,7 @@ class _Session:
 
     def _begin(self) -> None:
         assert self._info is not None
-        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch)
+        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch, self.hang_up)
         self._engine = engine
         self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
         self._service.ready(engine)
@@ -166,9 +170,8 @@ class _Session:
         """Start afresh with the same executor: its requests resume from the log."""
         if self._engine is None:
             return
-        logger.error("executor %s begins a new epoch: %s", self._engine.info.name, why)
         old, self._engine = self._engine, None
-        self._service.detach(old, failed_message=why)
+        self._service.detach(old, f"begins a new epoch: {why}")
         self._begin()
 
 

@@ -20,6 +20,7 @@ from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.service import RETRY_S, SchedulerService
+from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.control import ControlChannel
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
@@ -71,6 +72,7 @@ class SchedulerProcess:
                 intake.aborts(),
                 OrphanWatch(service, self.streams).run(),
                 Control(service, ControlChannel(self.streams)).run(),
+                Watchdog(service, self.settings.executor_lease_s, self.settings.step_timeout_s).run(),
                 self._publish(service),
                 self._keep_lease(term),
                 stop.wait(),

@@ -34,11 +34,11 @@ from octavo_scheduler.searches import Searches
 from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
-from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
+from octavo_shared.plan import ExecutorInfo, StepResult
 from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
-from octavo_shared.wire import Heartbeat, Logged
+from octavo_shared.wire import FromScheduler, Heartbeat, Logged
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +113,14 @@ class SchedulerService:
             except MalformedEntryError:
                 await self._finish(entry_id, None)
                 continue
+            if self.live.get(record.id) is not None:
+                await self._finish(entry_id, None)
+                continue
             live = LiveRequest(record, entry_id, open=set(range(record.n)))
             self._take_on(live)
             lives.append(live)
         if lives:
-            logger.info("taking over %d requests of an earlier term", len(lives))
+            logger.info("taking over %d requests", len(lives))
             await self._resume(lives)
 
     def _take_on(self, live: LiveRequest) -> None:
@@ -243,7 +246,13 @@ class SchedulerService:
 
     # --- executors ---
 
-    def attach(self, info: ExecutorInfo, send: Callable[[StepPlan], None], restart: Callable[[str], None]) -> Engine:
+    def attach(
+        self,
+        info: ExecutorInfo,
+        send: Callable[[FromScheduler], None],
+        restart: Callable[[str], None],
+        hang_up: Callable[[str], None],
+    ) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
         self._epoch += 1
         return Engine(
@@ -254,6 +263,7 @@ class SchedulerService:
             hash_key=self._hash_key,
             send=send,
             restart=restart,
+            hang_up=hang_up,
         )
 
     def ready(self, engine: Engine) -> None:
@@ -283,10 +293,14 @@ class SchedulerService:
         if was_on_trial:
             self._place_lobby()
 
-    def detach(self, engine: Engine, *, failed_message: str = "") -> None:
-        """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches."""
+    def detach(self, engine: Engine, why: str, *, blame: bool = True) -> None:
+        """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches.
+
+        ``blame``: what it was computing may be the cause.
+        """
         if engine not in self.engines:
             return
+        logger.log(logging.WARNING if blame else logging.INFO, "executor %s %s", engine.info.name, why)
         self.engines.remove(engine)
         self.observer.epoch_over(engine.core.epoch)
         lives = [live for live in self.live if self._homes.get(live.record.id) is engine]
@@ -295,13 +309,13 @@ class SchedulerService:
             self._homes.pop(live.record.id, None)
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
-            if any(engine.core.is_in_flight(sequence) for sequence in live.computing):
+            if blame and any(engine.core.is_in_flight(sequence) for sequence in live.computing):
                 tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
                 if self._blame.failed(live.record.id, tokens):
                     given_up.append(live)
             live.suspend()
         for live in given_up:
-            problem = Problem(f"The request failed repeatedly: {failed_message or 'its executor was lost'}")
+            problem = Problem(f"The request failed repeatedly: its executor {why}")
             self.end_choices(live, set(live.open), EndReason.ERROR, problem)
         # Suspects first: whoever starts on trial is to have nothing beside it.
         rest = [live for live in lives if live not in given_up]
@@ -355,11 +369,21 @@ class SchedulerService:
         engine.last_heard_s = time.monotonic()
         for sequence in engine.take_logged(logged.step):
             self.close(sequence.request_id, sequence.choice)
+        self._relieve(engine)
 
     def take_heartbeat(self, engine: Engine, heartbeat: Heartbeat) -> None:
         """An executor lives."""
-        engine.last_heard_s = time.monotonic()
-        engine.draining = heartbeat.draining
+        engine.take_heartbeat(heartbeat)
+        if heartbeat.draining and not engine.draining:
+            logger.info("executor %s wants to leave", engine.info.name)
+            engine.draining = True
+        self._relieve(engine)
+
+    def _relieve(self, engine: Engine) -> None:
+        """Let an executor that wants to leave go once no step of its is under way and all it has computed is logged."""
+        if engine.is_relieved and engine in self.engines:
+            self.detach(engine, "is relieved", blame=False)
+            engine.say_farewell()
 
     def pump(self, engine: Engine) -> None:
         """Send what plans may be sent, since something has changed."""
