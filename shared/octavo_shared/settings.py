@@ -184,7 +184,7 @@ class SchedulerSettings(CommonSettings):
         "Requests beyond so many tokens of queued work get 429; 0 = no bound (default: 16 times the KV cache, at least 256K).",
         ge=0,
     )
-    scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+    scheduler_lease_s: float = setting(5.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
     executor_lease_s: float = setting(
         10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds).", gt=0
     )

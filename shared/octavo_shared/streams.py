@@ -260,6 +260,11 @@ class Streams:
             raise
         return _entries(reply)
 
+    async def newest_request(self) -> bytes:
+        """The id of the newest entry that the model stream ever had."""
+        info: Any = await self.client.xinfo_stream(self.keys.requests)
+        return bytes(info["last-generated-id"])
+
     async def num_pending(self) -> int:
         """Entries of the model stream that have been read and are not acknowledged yet."""
         return int((await self.client.xpending(self.keys.requests, GROUP))["pending"])
@@ -385,6 +390,11 @@ class Streams:
     async def publish_metrics(self, service: str, exposition: bytes) -> None:
         """A service's metrics in Prometheus' text format, for gateways to serve."""
         await self.client.hset(self.keys.metrics, service, exposition)
+
+    async def let_published_expire(self, service: str, after_s: float = 5.0) -> None:
+        """A scheduler leaves: its metrics go, what it said of limits is forgotten unless another one says it again."""
+        await self.client.pexpire(self.keys.limits, int(after_s * 1000))
+        await self.client.hdel(self.keys.metrics, service)
 
     async def read_metrics(self) -> dict[bytes, bytes]:
         """Every service's metrics."""

@@ -13,13 +13,14 @@ from service_stage import LOG, MODEL, Stage, open_stage, play
 
 from octavo_scheduler.engine import IDLE_S, SILENCE_S, STUCK_S, choose_engine
 from octavo_scheduler.orphans import OrphanWatch
-from octavo_shared.entries import encode_request
-from octavo_shared.fold import LogFold
-from octavo_shared.ids import RequestId
-from octavo_shared.plan import StepPlan
+from octavo_scheduler.watchdog import Watchdog
+from octavo_shared.entries import encode_request, encode_snapshot, encode_tokens
+from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
+from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow, StepPlan
 from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
 from octavo_shared.streams import GROUP
-from octavo_shared.wire import Refusal, Resync, Welcome
+from octavo_shared.wire import Farewell, Heartbeat, Refusal, Resync, Welcome
 
 
 def test_a_request_is_planned_logged_and_acknowledged(valkey: str, tmp_path: Path) -> None:
@@ -213,7 +214,6 @@ def test_a_second_scheduler_waits_for_the_lease(valkey: str, tmp_path: Path) -> 
     [
         ({"model": "other"}, "serves"),
         ({"protocol": 99}, "protocol"),
-        ({"highest_term": 50}, "term"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"num_device_blocks": (1 << 31) - 1}, "num_device_blocks"),
@@ -226,6 +226,146 @@ def test_executors_that_do_not_fit_are_refused(valkey: str, tmp_path: Path, info
             refusal = await executor.hear()
             assert isinstance(refusal, Refusal)
             assert word in refusal.reason
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_term_that_an_executor_has_seen_before_is_left_for_a_greater_one(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.admit(1)
+        for seen, then in ((50, 51), (51, 52)):
+            async with stage.executor(highest_term=seen, incarnation=f"e-{seen}") as early:
+                with pytest.raises(AssertionError, match="hung up"):
+                    await early.hear()
+            async with stage.executor(highest_term=seen, incarnation=f"e-{seen}") as executor:
+                welcome = await executor.hear()
+                assert isinstance(welcome, Welcome)
+                assert welcome.term == then
+        async with stage.executor(highest_term=52, incarnation="e-51") as known:
+            assert isinstance(await known.hear(), Welcome), "it has seen this term here"
+            await known.work(4)
+            await stage.until(stage.all_acknowledged)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_stolen_by_a_scheduler_that_was_replaced_are_found(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            await stage.streams.client.xgroup_createconsumer(stage.streams.keys.requests, GROUP, "zombie")
+            request_id = RequestId(LOG, 1)
+            record = RequestRecord(request_id, 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
+            async with stage.streams.client.pipeline(transaction=True) as pipe:
+                pipe.set(stage.streams.keys.request(request_id), "")
+                pipe.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
+                pipe.xreadgroup(GROUP, "zombie", {stage.streams.keys.requests: ">"})
+                await pipe.execute()
+            # It has even begun it, under its own term.
+            row = OutputRow(request_id, 0, 1, 0, (100,))
+            await stage.streams.append_log(LOG, encode_tokens([row], term=0, executor="z", epoch=1, step=1))
+            await executor.work(3)
+            await stage.until(stage.all_acknowledged)
+        assert executor.admitted[0].tokens.tolist()[10:] == [100]
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_readmitted_request_goes_on_where_its_log_ends(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            record = RequestRecord(
+                RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4), readmitted=True
+            )
+            state = ChoiceFold()
+            state.apply(TokenEvent(1, 0, Attempt(1, 1), 0, (100, 101)))
+            assert await stage.streams.readmit(record, encode_snapshot([state.snapshot(1, 0)]))
+            await executor.work(2)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_an_executor_that_leaves_is_relieved_first(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as leaving:
+            await stage.admit(1, max_tokens=6)
+            await leaving.work(2)
+            plan = await leaving.hear()
+            assert isinstance(plan, StepPlan)
+            leaving.say(Heartbeat(leaving.epoch, 2, draining=True))
+            result, rows = leaving.carry_out(plan)
+            leaving.say(result)
+            while isinstance(message := await leaving.hear(), StepPlan):
+                # Sent before it had asked.
+                last, late = leaving.carry_out(message)
+                leaving.say(last)
+                await leaving.log(plan, rows)
+                plan, rows = message, late
+                await leaving.log(plan, rows)
+                rows = []
+            assert isinstance(message, Farewell)
+            assert not stage.service.engines
+        async with stage.executor(incarnation="e0-2") as executor:
+            await executor.hear()
+            executor.keep_working()
+            await stage.until(stage.all_acknowledged)
+        assert len(executor.admitted[0].tokens) > 12, "what was under way was waited for"
+        assert await stage.fold(1) == ([100, 101, 102, 103, 104, 105], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_silent_and_stalled_executors_are_let_go(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            assert isinstance(await executor.hear(), Welcome)
+            await stage.admit(1)
+            assert isinstance(await executor.hear(), StepPlan)
+            watchdog, now = Watchdog(stage.service, 30.0, 60.0), time.monotonic()
+            watchdog.look(now)
+            (engine,) = stage.service.engines
+            assert engine.core.epoch == 1
+            # It lives and has a plan, but is in no step.
+            watchdog._looked_at_s = now + IDLE_S
+            watchdog.look(now + IDLE_S + 1)
+            (engine,) = stage.service.engines
+            assert engine.core.epoch == 2, "a new epoch with the same executor"
+            # This process stood still: that is nobody's silence.
+            watchdog.look(now + 1000)
+            assert stage.service.engines
+            watchdog.look(now + 1000.1)
+            assert stage.service.engines
+            engine.last_heard_s = now + 900
+            watchdog.look(now + 1000.2)
+            assert not stage.service.engines
+            text = stage.service.exposition().decode()
+            assert 'octavo:executors_let_go_total{engine="0",model_name="tiny",reason="silent"} 1.0' in text
+            assert 'octavo:executors_let_go_total{engine="0",model_name="tiny",reason="stalled"} 1.0' in text
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_replaced_scheduler_stands_by_and_comes_back(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.until(lambda: _true(stage.process.service is not None))
+        keys = stage.streams.keys
+        # Somebody else took the lease while this one stood still, and a term with it.
+        await stage.streams.client.set(keys.lease, "other")
+        await stage.streams.next_term()
+        await stage.admit(1)
+        await asyncio.sleep(1.5)
+        assert not (tmp_path / "scheduler.sock").exists(), "it still listens"
+        await stage.streams.client.delete(keys.lease)
+        async with stage.executor() as executor:
+            welcome = await executor.hear()
+            assert isinstance(welcome, Welcome)
+            assert welcome.term == 3
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
 
     play(scene, valkey, tmp_path)
 

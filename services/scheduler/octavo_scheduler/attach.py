@@ -132,6 +132,10 @@ class _Session:
 
     def _introduce(self, info: ExecutorInfo) -> None:
         reason = self._refusal(info)
+        if not reason and not self._service.outranks(info):
+            # It dials again, and finds a greater term.
+            self._outgoing.put_nowait(None)
+            return
         if not reason:
             self._info = info
             try:
@@ -150,8 +154,6 @@ class _Session:
             return f"it speaks protocol {info.protocol}, this scheduler {PROTOCOL_VERSION}"
         if info.model != model:
             return f"it serves {info.model!r}, this scheduler {model!r}"
-        if info.highest_term > self._service.term:
-            return f"it has seen term {info.highest_term}, this scheduler holds only {self._service.term}"
         if self._engine is not None:
             return "it has introduced itself before on this line"
         for name, (least, most) in _SIZES.items():
@@ -166,12 +168,12 @@ class _Session:
         self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
         self._service.ready(engine)
 
-    def _new_epoch(self, why: str) -> None:
-        """Start afresh with the same executor: its requests resume from the log."""
+    def _new_epoch(self, why: str, *, blame: bool = True) -> None:
+        """Start afresh with the same executor: its requests resume from the log. For ``blame`` see ``detach``."""
         if self._engine is None:
             return
         old, self._engine = self._engine, None
-        self._service.detach(old, f"begins a new epoch: {why}")
+        self._service.detach(old, f"begins a new epoch: {why}", blame=blame)
         self._begin()
 
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -51,6 +52,14 @@ IDLE_S = 5.0
 STUCK_S = 60.0
 
 
+class Restart(Protocol):
+    """Begins a new epoch with an executor."""
+
+    def __call__(self, why: str, *, blame: bool = True) -> None:
+        """``blame``: what it was computing may be the cause."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
     """What a step's result brought, the seconds from sending its plan to hearing its result, and the step's tokens.
@@ -67,7 +76,7 @@ class Engine:
     """Plans for one executor in one epoch.
 
     ``send`` hands a message to the wire; it never blocks. ``restart`` begins a new epoch with the same executor, and is told
-    why: the requests resume from the log. ``hang_up`` ends the call with an executor that is lost, and is told why.
+    why, and whether what it was computing is to ``blame``: the requests resume from the log. ``hang_up`` ends the call with an executor that is lost, and is told why.
     """
 
     def __init__(
@@ -79,7 +88,7 @@ class Engine:
         epoch: int,
         hash_key: bytes,
         send: Callable[[FromScheduler], None],
-        restart: Callable[[str], None],
+        restart: Restart,
         hang_up: Callable[[str], None],
     ) -> None:
         self.info = info

@@ -93,6 +93,13 @@ class SchedulerMetrics:
         )
         for reason in ("silent", "stalled"):
             self._let_go.labels(*self._values, reason)
+        self._quarantined = Counter(
+            "octavo:requests_quarantined",
+            "Requests given up because they made executors fail.",
+            _LABELS,
+            registry=self.registry,
+        )
+        self._quarantined.labels(*self._values)
         self._executors = Gauge(
             "octavo:executors", "Attached executors that make progress.", _LABELS, registry=self.registry
         )
@@ -118,6 +125,10 @@ class SchedulerMetrics:
     def count_breach(self) -> None:
         """An invariant of the core does not hold."""
         self._breaches.labels(*self._values).inc()
+
+    def count_quarantined(self) -> None:
+        """A request was given up because it made executors fail."""
+        self._quarantined.labels(*self._values).inc()
 
     def count_let_go(self, reason: str) -> None:
         """An executor was let go because it was ``silent`` or ``stalled``."""

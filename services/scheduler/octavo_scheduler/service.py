@@ -21,16 +21,16 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from octavo_scheduler.backlog import Backlog
-from octavo_scheduler.blame import Blame
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.deadlines import Deadlines
-from octavo_scheduler.engine import Engine, choose_engine
+from octavo_scheduler.engine import Engine, Restart
 from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
+from octavo_scheduler.trials import Trials
 from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
@@ -64,6 +64,12 @@ class SchedulerService:
         self.metrics = metrics
         self.term = term
         self._holder = holder
+        # Requests up to this entry of the model stream may have been begun before, even if nothing says so any more: Redis
+        # forgets who has read what more easily than what was logged.
+        self.old_until = b"0-0"
+        # The term that an executor has seen, if this one is no greater.
+        self.outranked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._welcomed: set[str] = set()
         self.live = LiveRequests()
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
@@ -72,7 +78,8 @@ class SchedulerService:
         self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
         # Which engine has the sequences of a request.
         self._homes: dict[RequestId, Engine] = {}
-        self._blame = Blame()
+        self._trials = Trials(self)
+        self._closed = False
         self._searches = Searches(self)
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
@@ -94,6 +101,11 @@ class SchedulerService:
         if self.live.get(record.id) is not None:
             logger.warning("request %s is in the model stream twice; dropped once", record.id)
             self.spawn(self._finish(entry_id, None))
+            return
+        if record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
+            live = LiveRequest(record, entry_id, open=set(range(record.n)))
+            self._take_on(live)
+            self.spawn(self._resume([live]))
             return
         live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
         self._take_on(live)
@@ -147,8 +159,8 @@ class SchedulerService:
     def _place(self, live: LiveRequest, standing: Standing) -> None:
         if live.open <= live.ending:
             return
-        engine = choose_engine(self.engines, time.monotonic())
-        if engine is None or not self._blame.may_start(live.record.id):
+        engine = self._trials.engine_for(live.record.id)
+        if engine is None:
             self._lobby[live.record.id] = (live, standing)
             return
         try:
@@ -250,7 +262,7 @@ class SchedulerService:
         self,
         info: ExecutorInfo,
         send: Callable[[FromScheduler], None],
-        restart: Callable[[str], None],
+        restart: Restart,
         hang_up: Callable[[str], None],
     ) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
@@ -266,8 +278,18 @@ class SchedulerService:
             hang_up=hang_up,
         )
 
+    def outranks(self, info: ExecutorInfo) -> bool:
+        """Is this term greater than every one that an executor has seen elsewhere? If not, another one will be taken."""
+        seen = info.highest_term
+        if seen < self.term or (seen == self.term and info.incarnation in self._welcomed):
+            return True
+        if not self.outranked.done():
+            self.outranked.set_result(seen)
+        return False
+
     def ready(self, engine: Engine) -> None:
         """The executor has been welcomed: plans may be sent from now on."""
+        self._welcomed.add(engine.info.incarnation)
         self.engines.append(engine)
         config = engine.core.config
         logger.info(
@@ -278,50 +300,43 @@ class SchedulerService:
             config.max_concurrency,
             config.max_model_len,
         )
-        self._place_lobby()
+        self._rearrange()
 
-    def _place_lobby(self) -> None:
-        """Requests that waited for an executor, or for a trial to end, may go."""
+    def _rearrange(self) -> None:
+        """An executor has come, or a trial begins or is over: whoever waited for that may go."""
+        self._trials.hold()
         waiting, self._lobby = self._lobby, {}
         for live, standing in waiting.values():
             self._place(live, standing)
 
     def _acquit(self, request_id: RequestId) -> None:
-        """A request has ended or got further: if it was on trial, the others may go on."""
-        was_on_trial = self._blame.on_trial == request_id
-        self._blame.forget(request_id)
-        if was_on_trial:
-            self._place_lobby()
+        """A request has ended: if it was the last one on trial, the others may go on."""
+        if self._trials.forget(request_id):
+            self._rearrange()
 
     def detach(self, engine: Engine, why: str, *, blame: bool = True) -> None:
         """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches.
 
         ``blame``: what it was computing may be the cause.
         """
-        if engine not in self.engines:
+        if engine not in self.engines or self._closed:
             return
         logger.log(logging.WARNING if blame else logging.INFO, "executor %s %s", engine.info.name, why)
         self.engines.remove(engine)
         self.observer.epoch_over(engine.core.epoch)
         lives = [live for live in self.live if self._homes.get(live.record.id) is engine]
-        given_up = []
+        given_up = self._trials.failed(engine, lives) if blame else []
         for live in lives:
             self._homes.pop(live.record.id, None)
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
-            if blame and any(engine.core.is_in_flight(sequence) for sequence in live.computing):
-                tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
-                if self._blame.failed(live.record.id, tokens):
-                    given_up.append(live)
             live.suspend()
         for live in given_up:
             problem = Problem(f"The request failed repeatedly: its executor {why}")
             self.end_choices(live, set(live.open), EndReason.ERROR, problem)
-        # Suspects first: whoever starts on trial is to have nothing beside it.
-        rest = [live for live in lives if live not in given_up]
-        rest.sort(key=lambda live: not self._blame.is_suspect(live.record.id))
-        if rest:
+        if rest := [live for live in lives if live not in given_up]:
             self.spawn(self._resume(rest))
+        self._rearrange()
 
     async def _resume(self, lives: list[LiveRequest]) -> None:
         while True:
@@ -347,22 +362,13 @@ class SchedulerService:
         # The next plan first: everything else can wait behind the forward pass.
         planned = engine.pump()
         engine.core.tidy()
-        self._judge(engine)
+        if self._trials.judge(engine):
+            self._rearrange()
         self._searches.happened(engine, acknowledged.events)
         self.observer.acknowledged(epoch, result.step)
         self.observer.happened(acknowledged.events + planned, epoch)
         self.backlog.learn_all(acknowledged.events)
         self.metrics.observe_step(acknowledged.tokens, engine.plan_s, acknowledged.round_trip_s, result.timings)
-
-    def _judge(self, engine: Engine) -> None:
-        """If the request on trial has got further, it was not the one."""
-        accused = self._blame.on_trial
-        live = self.live.get(accused) if accused is not None else None
-        if live is None or self._homes.get(live.record.id) is not engine:
-            return
-        tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
-        if self._blame.got_further(live.record.id, tokens):
-            self._place_lobby()
 
     def take_logged(self, engine: Engine, logged: Logged) -> None:
         """Tokens and ends up to a step are in the log."""
@@ -413,6 +419,18 @@ class SchedulerService:
         """Some request is owed an end."""
         return len(self.live) > 0
 
+    async def shut_down(self) -> None:
+        """This scheduler's word counts no longer: stop whatever is under way. Who comes next reads the log."""
+        self._closed = True
+        self._deadlines.close()
+        for live in self.live:
+            for sequence in live.sequences:
+                self.observer.left(sequence, EndReason.NONE)
+        while self._background:
+            for task in self._background:
+                task.cancel()
+            await asyncio.wait(self._background, timeout=0.1)
+
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Do something beside; what goes wrong is logged."""
         task = asyncio.create_task(work)
@@ -423,3 +441,9 @@ class SchedulerService:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a background task failed", exc_info=task.exception())
+
+
+def _entry_time(entry_id: bytes) -> tuple[int, int]:
+    """A stream's entry id as something that can be compared."""
+    time_ms, _, sequence = entry_id.partition(b"-")
+    return int(time_ms), int(sequence or 0)
