@@ -13,6 +13,7 @@ from octavo_kernels.interface import (
     SampleRows,
     SampleStatus,
     StepBounds,
+    StepRows,
 )
 from octavo_kernels.select import UnsupportedShapeError, choose_kernels
 
@@ -29,6 +30,7 @@ __all__ = [
     "SampleRows",
     "SampleStatus",
     "StepBounds",
+    "StepRows",
     "UnsupportedShapeError",
     "choose_kernels",
 ]

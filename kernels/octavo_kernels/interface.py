@@ -88,6 +88,22 @@ class AttentionBatch:
     bounds: StepBounds | None = None  # a hint for backends that cannot look into the tensors without waiting
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step, and what the device knows of every sequence. Only the first ``num_rows[0]`` rows count.
+
+    Row r computes tokens ``query_start[r]:query_start[r + 1]`` of the step: those of sequence ``slots[r]`` from position
+    ``starts[r]`` on. ``tokens`` and ``tables`` are contiguous.
+    """
+
+    num_rows: Tensor  # int32[1]
+    slots: Tensor  # int32[S]
+    starts: Tensor  # int32[S]
+    query_start: Tensor  # int32[S + 1]
+    tokens: Tensor  # int32[slots, length]
+    tables: Tensor  # int32[slots, pages]
+
+
 class SampleStatus(IntEnum):
     """What became of a row of logits."""
 
@@ -182,6 +198,29 @@ class Kernels(Protocol):
         """Within the context, kernels are recorded instead of run; call what it yields afterwards for the program.
 
         The first dimension of every buffer used must then be the program's number of rows. None: not supported.
+        """
+
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        """Pieces of ``words`` int32[...] into ``table`` int32[rows, width].
+
+        ``segments`` int32[n, 4]: row, first column, first of its words, how many (at most ``longest``). No two overlap.
+        """
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        """table int32[..., ...] [rows[i], columns[i]] = tokens[i], int32[n] each."""
+
+    def prepare_inputs(
+        self,
+        rows: StepRows,
+        block_size: int,
+        ids: Tensor,  # int32[T]
+        positions: Tensor,  # int32[T]
+        slots: Tensor,  # int32[T]
+        block_tables: Tensor,  # int32[S, pages]
+    ) -> None:
+        """Inputs of the first layer, read off the tables: id, position and slot of the cache of each token, pages of each row.
+
+        Tokens beyond those of the rows are padding, no more of it than S exceeds the rows: id -1, position 0, slot -1.
         """
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from octavo_shared.records import MAX_CHOICES
+from octavo_shared.records import MAX_CHOICES, MAX_PROMPTS
 
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
 
@@ -126,6 +126,9 @@ class GatewaySettings(CommonSettings):
     host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
     port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
     api_key: KeyList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
+    api_key_file: str | None = setting(
+        None, "HTTP", "TOML file of API keys as tenants, made by `octavo keys`; read again when it changes."
+    )
     admin_api_key: AdminKeyList = setting(
         [], "HTTP", "Keys that also open /v1/kv and /v1/cache/reset. Default: see docs/api.md."
     )
@@ -145,7 +148,7 @@ class GatewaySettings(CommonSettings):
     enable_force_include_usage: bool = setting(False, "output", "Send usage at the end of every stream.")
     enable_request_id_headers: bool = setting(True, "HTTP", "Echo X-Request-Id.")
     seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
-    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1)
+    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1, le=MAX_PROMPTS)
     max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1, le=MAX_CHOICES)
     admin_timeout_s: float = setting(
         5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False

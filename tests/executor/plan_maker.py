@@ -48,7 +48,7 @@ def make_runner(
     spec = read_spec(folder)
     kernels = choose_kernels(backend, head_dim=spec.head_dim, block_size=block_size, threads=2)
     dtypes = choose_dtypes(dtype, spec.checkpoint_dtype, kernels)
-    cache = KvCache(spec, 80, block_size, dtypes.kv, kernels.empty)
+    cache = KvCache(spec, 80, block_size, dtypes.kv, kernels)
     cache.k.fill_(float("nan"))
     cache.v.fill_(float("nan"))
     model = Transformer(

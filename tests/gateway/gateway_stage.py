@@ -230,7 +230,7 @@ class Engine:
             return
         for key, choices in list(self._live.items()):
             if all(live.ended for live in choices):
-                await self._streams.finish_request(self._entries.pop(key), choices[0].record.id)
+                await self._streams.finish_request(self._entries.pop(key), choices[0].record)
                 del self._live[key]
 
 

@@ -169,6 +169,7 @@ class Stage:
         self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1, beam_width: int = 0, **fields: Any
     ) -> RequestId:
         request_id = RequestId(LOG, serial)
+        await self.streams.take_lease(self.streams.keys.gateway(LOG), LOG, 600)
         prompt = np.arange(prompt_tokens, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, beam_width=beam_width)
         await self.streams.admit(RequestRecord(request_id, time.time_ns() // 1000, prompt, sampling, n=n, **fields))

@@ -13,7 +13,6 @@ import pytest
 from service_stage import LOG, MODEL, Stage, open_stage, play
 
 from octavo_scheduler.engine import IDLE_S, SILENCE_S, STUCK_S, choose_engine
-from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.entries import encode_request, encode_snapshot, encode_tokens
 from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
@@ -405,8 +404,8 @@ def test_a_request_whose_reading_was_never_answered_is_found(valkey: str, tmp_pa
             record = RequestRecord(RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
             keys = stage.streams.keys
             async with stage.streams.client.pipeline(transaction=True) as pipe:
-                pipe.set(keys.request(record.id), "")
-                pipe.xadd(keys.requests, {b"e": encode_request(record)})
+                pipe.xadd(keys.requests, {b"e": encode_request(record)}, id="1-1")
+                pipe.hset(keys.request(record.id), "entry", "1-1")
                 pipe.xreadgroup(GROUP, stage.process.incarnation, {keys.requests: ">"})
                 await pipe.execute()
             await executor.work(4)
@@ -433,9 +432,8 @@ def test_a_request_that_is_in_the_stream_twice_runs_once(valkey: str, tmp_path: 
     async def scene(stage: Stage) -> None:
         await stage.until(lambda: _true(stage.process.service is not None))
         record = RequestRecord(RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
-        await stage.streams.client.set(stage.streams.keys.request(record.id), "")
-        for _ in range(2):
-            await stage.streams.client.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
+        await stage.streams.admit(record)
+        await stage.streams.client.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
         async with stage.executor() as executor:
             await executor.work(4)
             await stage.until(stage.all_acknowledged)
@@ -512,30 +510,6 @@ def test_metrics_and_limits_are_published(valkey: str, tmp_path: Path) -> None:
             limits = await stage.streams.read_limits()
             assert limits is not None
             assert (limits.ready, limits.max_model_len, limits.pool_tokens) == (True, 128, 256)
-
-    play(scene, valkey, tmp_path)
-
-
-def test_requests_of_a_gateway_that_is_gone_end_and_its_log_goes(valkey: str, tmp_path: Path) -> None:
-    async def scene(stage: Stage) -> None:
-        gateway = stage.streams.keys.gateway(LOG)
-        await stage.streams.take_lease(gateway, LOG, 60)
-        async with stage.executor() as executor:
-            await stage.admit(1, max_tokens=100)
-            await executor.work(2)
-            watch = OrphanWatch(stage.service, stage.streams, grace_s=0.05)
-            await watch.look()
-            await asyncio.sleep(0.1)
-            await watch.look()
-            assert (await stage.fold(1))[1] is EndReason.NONE, "its gateway lives"
-            await stage.streams.client.delete(gateway)
-            await watch.look()
-            await asyncio.sleep(0.1)
-            await watch.look()
-            await stage.until(stage.all_acknowledged)
-            assert (await stage.fold(1))[1] is EndReason.ABORT
-            await watch.look()
-            assert await stage.streams.log_names() == set()
 
     play(scene, valkey, tmp_path)
 

@@ -24,7 +24,9 @@ from octavo_kernels.interface import (
     Logprobs,
     PageShapes,
     SampleRows,
+    StepRows,
 )
+from octavo_kernels.reference import batch as batch_inputs
 from octavo_kernels.reference.backend import transposed_keys
 
 PANEL = 16
@@ -139,6 +141,17 @@ class CpuKernels:
             yield lambda: CpuProgram(self._run_ops, ops, keep)
         finally:
             self._recording = None
+
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        batch_inputs.write_rows(table, segments, words)
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        batch_inputs.put_tokens(table, rows, columns, tokens)
+
+    def prepare_inputs(
+        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
         n, k = weight.shape

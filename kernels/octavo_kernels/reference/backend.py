@@ -16,7 +16,9 @@ from octavo_kernels.interface import (
     Logprobs,
     PageShapes,
     SampleRows,
+    StepRows,
 )
+from octavo_kernels.reference import batch as batch_inputs
 from octavo_kernels.reference.sampling import candidates_of, logprobs_of, sample_row
 
 
@@ -59,6 +61,17 @@ class ReferenceKernels:
 
     def record(self) -> None:
         return None
+
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        batch_inputs.write_rows(table, segments, words)
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        batch_inputs.put_tokens(table, rows, columns, tokens)
+
+    def prepare_inputs(
+        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
         return LinearWeight(weight.to(dtype).contiguous(), weight.shape[0], weight.shape[1])

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from octavo_executor.kv_cache import KvCache
+from octavo_executor.kv_cache import KvCache, attention_shape
 from octavo_executor.spec import ModelSpec as Spec
 from octavo_executor.spec import RopeSpec, UnsupportedModelError
 from octavo_executor.weights import DtypePlan, LayerWeights, ModelWeights
-from octavo_kernels import AttentionBatch, AttentionShape, Kernels, Program
+from octavo_kernels import AttentionBatch, Kernels, Program
 
 
 def rope_frequencies(rope: RopeSpec) -> Tensor:
@@ -161,15 +161,7 @@ class Transformer:
         spec, kernels, inputs = self.spec, self._kernels, self.inputs
         qkv, attended = self._qkv[:rows], self._attended[:rows]
         k_pages, v_pages = self._cache.k[index], self._cache.v[index]
-        shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self._cache.block_size,
-            spec.attention_scale,
-            spec.windows[index],
-            spec.attention_soft_cap,
-        )
+        shape, extras = attention_shape(spec, self._cache.block_size, index), self._cache.extras(index)
         kernels.linear(self._normed[:rows], layer.qkv, layer.qkv_bias, qkv)
         kernels.rope_kv(
             qkv,
@@ -182,8 +174,9 @@ class Transformer:
             k_pages,
             v_pages,
             shape,
+            extras,
         )
-        kernels.attention(qkv, k_pages, v_pages, inputs.batch, shape, attended)
+        kernels.attention(qkv, k_pages, v_pages, inputs.batch, shape, attended, extras)
         kernels.linear(attended, layer.output, layer.output_bias, self._x[:rows])
 
     def _issue_head(self, rows: int) -> None:

@@ -16,8 +16,9 @@ import redis
 from redis.exceptions import RedisError
 
 from octavo_shared.entries import encode_tokens
+from octavo_shared.keys import Keys
 from octavo_shared.plan import OutputRow
-from octavo_shared.streams import FIELD, Keys
+from octavo_shared.streams import FIELD
 
 logger = logging.getLogger(__name__)
 

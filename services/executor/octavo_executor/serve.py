@@ -63,7 +63,7 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
     dtypes = choose_dtypes(settings.dtype, spec.checkpoint_dtype, kernels)
     max_num_seqs = settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     max_tokens = max(settings.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
-    page_bytes = block_bytes(spec, block_size, dtypes.kv)
+    page_bytes = block_bytes(spec, block_size, dtypes.kv, kernels)
     max_model_len = _max_model_len(settings, spec)
     weights = load_weights(folder, spec, kernels, dtypes, _Progress())
     host_blocks = plan_num_host_blocks(settings.kv_offloading_size, page_bytes, psutil.virtual_memory().available)
@@ -75,7 +75,7 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
         max_tokens * _step_widths(spec) * dtypes.activations.itemsize,
         max_num_seqs * -(-max_model_len // block_size) * 4,
     )
-    cache = KvCache(spec, num_blocks, block_size, dtypes.kv, kernels.empty)
+    cache = KvCache(spec, num_blocks, block_size, dtypes.kv, kernels)
     transformer = Transformer(
         spec,
         weights,

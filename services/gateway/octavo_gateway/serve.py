@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -85,6 +86,7 @@ def run(settings: GatewaySettings) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(signal.SIGHUP, partial(server.gateway.keys.reload, force=True))
         await server.serve()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

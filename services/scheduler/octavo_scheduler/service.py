@@ -35,7 +35,7 @@ from octavo_shared.entries import MalformedEntryError, decode_request, encode_fe
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import ExecutorInfo, StepResult
-from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem
+from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
 from octavo_shared.wire import FromScheduler, Heartbeat, Logged
@@ -91,24 +91,13 @@ class SchedulerService:
 
     def accept(self, entry_id: bytes, payload: bytes) -> None:
         """A request was read from the model stream; it stays pending there until all its ends are logged."""
-        self._in_hand.add(entry_id)
-        try:
-            record = decode_request(payload)
-        except MalformedEntryError as error:
-            logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
-            self.spawn(self._finish(entry_id, None))
+        live = self._take_on(entry_id, payload)
+        if live is None:
             return
-        if self.live.get(record.id) is not None:
-            logger.warning("request %s is in the model stream twice; dropped once", record.id)
-            self.spawn(self._finish(entry_id, None))
+        if live.record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
+            self.spawn(self._take_up([live]))
             return
-        if record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
-            live = LiveRequest(record, entry_id, open=set(range(record.n)))
-            self._take_on(live)
-            self.spawn(self._resume([live]))
-            return
-        live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
-        self._take_on(live)
+        live.attempt_n = 1
         self._place(live, Standing())
 
     def entries_in_hand(self) -> frozenset[bytes]:
@@ -117,28 +106,41 @@ class SchedulerService:
 
     async def take_over(self, entries: list[tuple[bytes, bytes]]) -> None:
         """Requests that an earlier term left pending: fence, read, resume. Called once, before anything is accepted."""
-        lives = []
-        for entry_id, payload in entries:
-            self._in_hand.add(entry_id)
-            try:
-                record = decode_request(payload)
-            except MalformedEntryError:
-                await self._finish(entry_id, None)
-                continue
-            if self.live.get(record.id) is not None:
-                await self._finish(entry_id, None)
-                continue
-            live = LiveRequest(record, entry_id, open=set(range(record.n)))
-            self._take_on(live)
-            lives.append(live)
+        taken = [self._take_on(entry_id, payload) for entry_id, payload in entries]
+        lives = [live for live in taken if live is not None]
         if lives:
             logger.info("taking over %d requests", len(lives))
-            await self._resume(lives)
+            await self._take_up(lives)
 
-    def _take_on(self, live: LiveRequest) -> None:
+    async def _take_up(self, lives: list[LiveRequest]) -> None:
+        """Requests that somebody else may have begun."""
+        await self.insist(partial(self._learn_owners, lives))
+        await self._resume(lives)
+
+    async def _learn_owners(self, lives: list[LiveRequest]) -> None:
+        owners = await self.streams.owners([live.record.id for live in lives])
+        for live, owner in zip(lives, owners, strict=True):
+            if owner is not None:
+                live.generation, live.gateway = owner
+
+    def _take_on(self, entry_id: bytes, payload: bytes) -> LiveRequest | None:
+        """From now on a request is owed an end; None: it is none, or known already, and its entry goes."""
+        self._in_hand.add(entry_id)
+        try:
+            record = decode_request(payload)
+        except MalformedEntryError as error:
+            logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
+            self.spawn(self._finish(entry_id, None))
+            return None
+        if self.live.get(record.id) is not None:
+            logger.warning("request %s is in the model stream twice; dropped once", record.id)
+            self.spawn(self._finish(entry_id, None))
+            return None
+        live = LiveRequest(record, entry_id, open=set(range(record.n)))
         self.live.add(live)
-        self.backlog.add(live.record)
-        self._deadlines.add(live.record.id, live.record.deadline_us)
+        self.backlog.add(record)
+        self._deadlines.add(record.id, record.deadline_us)
+        return live
 
     def _expire(self, request_id: RequestId) -> None:
         """A deadline has passed: whatever has not ended ends where it stands."""
@@ -147,11 +149,14 @@ class SchedulerService:
             self.end_choices(live, set(live.open), EndReason.TIMEOUT, None)
 
     def abort(self, record: AbortRecord) -> bool:
-        """Someone no longer wants a choice, or all; False when the request is not known here (yet)."""
+        """Someone no longer wants a choice, or all, or follows it now; False when the request is not known here (yet)."""
         live = self.live.get(record.request_id)
         if live is None:
             return False
-        if record.owner_generation >= live.record.owner_generation:
+        if record.new_owner:
+            if record.owner_generation > live.generation:
+                live.generation, live.gateway = record.owner_generation, record.new_owner
+        elif record.owner_generation >= live.generation:
             choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
@@ -235,11 +240,11 @@ class SchedulerService:
             self._lobby.pop(request_id, None)
             self._homes.pop(request_id, None)
             self._acquit(request_id)
-            self.spawn(self._finish(finished.entry_id, request_id))
+            self.spawn(self._finish(finished.entry_id, finished.record))
 
-    async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
+    async def _finish(self, entry_id: bytes, record: RequestRecord | None) -> None:
         async def finish() -> None:
-            while not await self.streams.finish_request(entry_id, request_id, self._holder):
+            while not await self.streams.finish_request(entry_id, record, self._holder):
                 # Either the lease is taken again soon, or this scheduler is no more.
                 await asyncio.sleep(RETRY_S)
 
