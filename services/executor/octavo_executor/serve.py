@@ -17,6 +17,7 @@ from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, plan_num
 from octavo_executor.logged import LoggedMark
 from octavo_executor.model import Transformer
 from octavo_executor.outbox import Outbox
+from octavo_executor.page_names import PageNameTable
 from octavo_executor.runner import Runner
 from octavo_executor.session import RefusedError, Session
 from octavo_executor.spec import ModelError, ModelSpec, model_fingerprint, read_spec
@@ -214,6 +215,7 @@ def run(settings: ExecutorSettings) -> int:
     )
     session = Session(split_list(settings.scheduler_address), info, settings.drain_timeout_s)
     logged = LoggedMark(session.send)
+    names = PageNameTable(info.num_device_blocks, info.num_host_blocks, info.block_size)
     outbox = Outbox(
         settings.redis_url,
         settings.model_name,
@@ -226,7 +228,7 @@ def run(settings: ExecutorSettings) -> int:
         signal.signal(number, lambda *_: session.drain())
     status = 0
     try:
-        StepLoop(model.runner, session, outbox, logged).run()
+        StepLoop(model.runner, session, outbox, logged, names).run()
     except RefusedError as error:
         logger.error("the scheduler refuses this executor: %s", error)
         status = 2

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox, StepAppend
+from octavo_executor.page_names import PageNameTable
 from octavo_executor.session import LineLost, Session
 from octavo_shared.plan import NO_BYTES, NO_INTS, StepOutput, StepPlan, StepResult
 from octavo_shared.wire import Farewell, Resync, Welcome
@@ -31,12 +32,15 @@ class StepRunner(Protocol):
 class StepLoop:
     """Carries plans out strictly in order (rule R1). A plan of another epoch or term, or out of order, is not run."""
 
-    def __init__(self, runner: StepRunner, session: Session, outbox: Outbox, logged: LoggedMark) -> None:
-        """``logged`` is what the outbox reports to."""
+    def __init__(
+        self, runner: StepRunner, session: Session, outbox: Outbox, logged: LoggedMark, names: PageNameTable
+    ) -> None:
+        """``logged`` is what the outbox reports to; ``names`` says what the runner's pages hold."""
         self._runner = runner
         self._session = session
         self._outbox = outbox
         self._logged = logged
+        self._names = names
         self._term = 0
         self._epoch = 0
         self._next_step = 1
@@ -81,7 +85,7 @@ class StepLoop:
             self._session.close()
             return
         self._epoch_failed = True
-        self._session.park()
+        self._session.park(self._names.offers())
 
     def _follows(self, plan: StepPlan) -> bool:
         if plan.term != self._term or plan.epoch != self._epoch:
@@ -99,11 +103,14 @@ class StepLoop:
     def _step(self, plan: StepPlan, *, wait_s: float, queued_s: float) -> None:
         self._logged.stepping()
         self._session.began()
+        self._names.apply(plan)
         try:
             output = self._runner.execute(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             self._epoch_failed = True
+            # Who knows what it has written.
+            self._names.clear()
             self._session.at_rest(self._epoch)
             message = f"{type(error).__name__}: {error}"
             failure = StepResult(plan.term, plan.epoch, plan.step, NO_INTS, NO_INTS, NO_BYTES, True, message)

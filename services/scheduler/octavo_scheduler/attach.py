@@ -13,7 +13,7 @@ from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
 from octavo_scheduler.service import SchedulerService
 from octavo_shared.entries import MalformedEntryError
-from octavo_shared.plan import PROTOCOL_VERSION, ExecutorInfo, StepResult
+from octavo_shared.plan import PROTOCOL_VERSION, CacheOffer, ExecutorInfo, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
 from octavo_shared.wire import (
@@ -42,6 +42,9 @@ _SIZES = {
     "vocab_size": (1, 1 << 28),
     "run_ahead": (0, 64),
 }
+
+# Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.
+MOST_OFFERS = 4096
 
 Outgoing = asyncio.Queue[FromScheduler | None]
 
@@ -75,6 +78,8 @@ class _Session:
         self._outgoing = outgoing
         self._engine: Engine | None = None
         self._info: ExecutorInfo | None = None
+        # What it said before it introduced itself of what its pages hold.
+        self._offers: list[CacheOffer] = []
 
     async def read(self, messages: AsyncIterator[pb.ExecutorMessage]) -> None:
         """Take messages in until the executor hangs up; then end the call."""
@@ -107,6 +112,8 @@ class _Session:
             self._introduce(message)
             return
         engine = self._engine
+        if isinstance(message, CacheOffer) and self._info is None and len(self._offers) < MOST_OFFERS:
+            self._offers.append(message)
         if engine is None:
             return
         if isinstance(message, StepResult):
@@ -164,6 +171,8 @@ class _Session:
     def _begin(self) -> None:
         assert self._info is not None
         engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch, self.hang_up)
+        offers, self._offers = self._offers, []
+        self._service.adopt(engine, offers)
         self._engine = engine
         self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
         self._service.ready(engine)

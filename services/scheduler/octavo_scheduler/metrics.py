@@ -100,6 +100,13 @@ class SchedulerMetrics:
             registry=self.registry,
         )
         self._quarantined.labels(*self._values)
+        self._adopted = Counter(
+            "octavo:adopted_blocks",
+            "Cached blocks taken over from an earlier term.",
+            _LABELS,
+            registry=self.registry,
+        )
+        self._adopted.labels(*self._values)
         self._executors = Gauge(
             "octavo:executors", "Attached executors that make progress.", _LABELS, registry=self.registry
         )
@@ -129,6 +136,10 @@ class SchedulerMetrics:
     def count_quarantined(self) -> None:
         """A request was given up because it made executors fail."""
         self._quarantined.labels(*self._values).inc()
+
+    def count_adopted(self, blocks: int) -> None:
+        """Cached blocks of an executor are found again after a takeover."""
+        self._adopted.labels(*self._values).inc(blocks)
 
     def count_let_go(self, reason: str) -> None:
         """An executor was let go because it was ``silent`` or ``stalled``."""

@@ -21,6 +21,7 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from octavo_scheduler.backlog import Backlog
+from octavo_scheduler.core.adoption import DoubtfulError
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.deadlines import Deadlines
 from octavo_scheduler.engine import Engine, Restart
@@ -34,7 +35,7 @@ from octavo_scheduler.trials import Trials
 from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
-from octavo_shared.plan import ExecutorInfo, StepResult
+from octavo_shared.plan import CacheOffer, ExecutorInfo, StepResult
 from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
@@ -282,6 +283,20 @@ class SchedulerService:
             restart=restart,
             hang_up=hang_up,
         )
+
+    def adopt(self, engine: Engine, offers: list[CacheOffer]) -> None:
+        """What an executor's pages hold since an earlier term is found again, if it is beyond doubt."""
+        if not offers:
+            return
+        try:
+            adopted = engine.core.adopt(offers)
+            engine.core.check_integrity()
+        except (DoubtfulError, IntegrityError) as error:
+            logger.warning("executor %s: its cache is not taken over (%s)", engine.info.name, error)
+            engine.core.reset_prefix_cache()
+            return
+        self.metrics.count_adopted(adopted)
+        logger.info("executor %s: %d cached blocks are taken over", engine.info.name, adopted)
 
     def outranks(self, info: ExecutorInfo) -> bool:
         """Is this term greater than every one that an executor has seen elsewhere? If not, another one will be taken."""
