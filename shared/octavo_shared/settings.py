@@ -109,6 +109,11 @@ class CommonSettings(BaseSettings):
     redis_url: RedisUrl = setting(
         "redis://127.0.0.1:6379/0", "log", "Redis or Valkey: redis://, rediss:// or unix:// URL."
     )
+    redis_appendfsync: Literal["always", "everysec"] = setting(
+        "everysec",
+        "log",
+        "When the Redis that `octavo serve` starts has what it was told on disk: before it answers, or within a second.",
+    )
     otlp_traces_endpoint: str | None = setting(None, "observability", "OTLP/gRPC endpoint that traces are sent to.")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "observability", "Least severe log lines shown."
