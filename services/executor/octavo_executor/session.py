@@ -16,6 +16,7 @@ from octavo_shared.entries import MalformedEntryError
 from octavo_shared.plan import CacheOffer, ExecutorInfo, StepPlan
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.tls import Metadata
 from octavo_shared.wire import (
     KEEPALIVE_OPTIONS,
     Farewell,
@@ -61,9 +62,19 @@ class Session:
     Of several addresses each is tried in turn: only the scheduler that holds the lease listens.
     """
 
-    def __init__(self, addresses: Sequence[str], info: ExecutorInfo, drain_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        info: ExecutorInfo,
+        drain_timeout_s: float = 10.0,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+    ) -> None:
+        """``metadata`` goes with every call; without ``credentials`` the line is plain text."""
         self._info = info
-        self._channels = [grpc.insecure_channel(address, options=_OPTIONS) for address in addresses]
+        self._metadata = metadata
+        self._channels = [_open(address, credentials) for address in addresses]
         self._drain_timeout_s = drain_timeout_s
         self._incoming: queue.SimpleQueue[tuple[float, FromScheduler | LineLost | None]] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[FromExecutor | None] = queue.SimpleQueue()
@@ -192,7 +203,9 @@ class Session:
             outgoing.put(offer)
         outgoing.put(replace(self._info, highest_term=self.highest_term))
         try:
-            for raw in executor_pb2_grpc.SchedulerStub(channel).Attach(self._messages(outgoing)):
+            for raw in executor_pb2_grpc.SchedulerStub(channel).Attach(
+                self._messages(outgoing), metadata=self._metadata
+            ):
                 message = from_scheduler(raw)
                 if isinstance(message, Welcome):
                     was_welcomed, self._offers = True, ()
@@ -200,7 +213,10 @@ class Session:
                 self._incoming.put((time.perf_counter(), message))
             return was_welcomed, "the scheduler hung up"
         except grpc.RpcError as error:
-            return was_welcomed, str(error.details()) if isinstance(error, grpc.Call) else str(error)
+            why = str(error.details()) if isinstance(error, grpc.Call) else str(error)
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._incoming.put((time.perf_counter(), Refusal(why)))
+            return was_welcomed, why
         except MalformedEntryError as error:
             return was_welcomed, f"the scheduler cannot be understood: {error}"
 
@@ -216,3 +232,11 @@ class Session:
     def _say_so(self) -> None:
         step_s = max(time.perf_counter() - self._step_since, 1e-6) if self._steps_begun else 0.0
         self.send(Heartbeat(self.epoch, self.step, self.draining, step_s))
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, options=_OPTIONS)
+    # A socket's path is no name that a certificate could be for.
+    name = [("grpc.ssl_target_name_override", "localhost")] if address.startswith("unix:") else []
+    return grpc.secure_channel(address, credentials, options=[*_OPTIONS, *name])

@@ -26,6 +26,7 @@ from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
 from octavo_shared.telemetry import Tracing, setup_logging
+from octavo_shared.tls import server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class SchedulerProcess:
     """Everything one scheduler process owns: it waits for the lease, reigns while it has it, and waits again."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        """Raises SettingError when the certificates cannot be used."""
         self.settings = settings
+        self._credentials = server_credentials(settings)
         self.incarnation = mint_incarnation()
         self.streams = Streams.connect(settings.redis_url, settings.model_name)
         self.tracing = Tracing("scheduler", settings.otlp_traces_endpoint, self.incarnation)
@@ -104,7 +107,7 @@ class SchedulerProcess:
             await self.streams.create_group()
             service.old_until = await self.streams.newest_request()
             await service.take_over(await self.streams.claim_pending(self.incarnation))
-            server, port = await start_server(service, self.settings.scheduler_address)
+            server, port = await start_server(service, self.settings.scheduler_address, self._credentials)
             logger.info("term %d, listening on %s (port %d)", term, self.settings.scheduler_address, port)
             intake = Intake(service, self.streams, self.incarnation)
             await _until_first(
@@ -223,7 +226,11 @@ async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
 
 
 def run(settings: SchedulerSettings) -> int:
-    """Run a scheduler until SIGINT or SIGTERM; returns the exit status."""
+    """Run a scheduler until SIGINT or SIGTERM; returns the exit status.
+
+    Raises:
+        SettingError: the certificates cannot be used.
+    """
     setup_logging("scheduler", settings.log_level)
 
     async def main() -> None:
