@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from service_stage import LOG, MODEL, Stage, open_stage, play
 
+from octavo_scheduler.core.sequence import Sequence
 from octavo_scheduler.engine import IDLE_S, SILENCE_S, STUCK_S, choose_engine
 from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.entries import encode_request, encode_snapshot, encode_tokens
@@ -590,6 +591,31 @@ def test_a_poisonous_request_harms_no_other(valkey: str, tmp_path: Path) -> None
         for serial in range(1, 7):
             expected = ([], EndReason.ERROR) if serial == poison else ([100, 101, 102], EndReason.LENGTH)
             assert await stage.fold(serial) == expected, serial
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_go_where_their_prefix_is_cached_unless_it_is_crowded_there(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as first, stage.executor(name="e1", incarnation="e1-1") as second:
+            assert isinstance(await first.hear(), Welcome)
+            assert isinstance(await second.hear(), Welcome)
+            first.keep_working()
+            second.keep_working()
+            await stage.admit(1, prompt_tokens=100, max_tokens=4)
+            await stage.until(stage.all_acknowledged)
+            (warm,) = [executor for executor in (first, second) if executor.admitted]
+            await stage.admit(2, prompt_tokens=100, max_tokens=4)
+            await stage.until(stage.all_acknowledged)
+            assert len(warm.admitted) == 2
+            now = time.monotonic()
+            record = RequestRecord(RequestId(LOG, 9), 0, np.arange(100, dtype=np.int32), SamplingParams(max_tokens=1))
+            engines = {engine.info.name: engine for engine in stage.service.engines}
+            best = engines.pop(warm.info.name)
+            (other,) = engines.values()
+            assert choose_engine([other, best], now, record) is best
+            best.core.add([Sequence(record, 0, 1, 128), Sequence(record, 1, 1, 128)])
+            assert choose_engine([best, other], now, record) is other
 
     play(scene, valkey, tmp_path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,9 @@ from octavo_scheduler.backlog import Progress, Rate
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.events import Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
-from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.core.sequence import Sequence as CoreSequence
 from octavo_shared.plan import ExecutorInfo, StepResult
+from octavo_shared.records import RequestRecord
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.wire import Farewell, FromScheduler, Heartbeat
 
@@ -50,6 +51,10 @@ SILENCE_S = 3.0
 IDLE_S = 5.0
 # One whose step lasts this long does not count as ready. The longest honest ones are whole-budget prefills on a slow CPU.
 STUCK_S = 60.0
+
+
+# Running beside one more sequence costs about as much as computing so many tokens of a prompt.
+COMPANY_TOKENS = 64
 
 
 class Restart(Protocol):
@@ -97,7 +102,7 @@ class Engine:
         self.core = Scheduler(core_config(info, settings), term=term, epoch=epoch, hash_key=hash_key)
         self._send = send
         # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.
-        self._unlogged: deque[tuple[int, Sequence]] = deque()
+        self._unlogged: deque[tuple[int, CoreSequence]] = deque()
         # Per unacknowledged plan: when it was sent, and the prompt tokens it computes.
         self._sent: deque[tuple[float, int]] = deque()
         self.last_heard_s = time.monotonic()
@@ -148,7 +153,7 @@ class Engine:
         self._result_at = now
         return Acknowledged(events, now - sent_at, tokens)
 
-    def take_logged(self, step: int) -> list[Sequence]:
+    def take_logged(self, step: int) -> list[CoreSequence]:
         """Everything up to ``step`` is in the log: the sequences whose ends are final by that."""
         final = []
         self._logged_step = max(self._logged_step, step)
@@ -199,10 +204,17 @@ class Engine:
         return self.core.num_running + self.core.num_waiting
 
 
-def choose_engine(engines: list[Engine], now_s: float) -> Engine | None:
-    """Where a new request goes: the least loaded executor that is not leaving; one that is stuck only if all are."""
-    return min(
-        (engine for engine in engines if not engine.draining),
-        key=lambda engine: (not engine.is_making_progress(now_s), engine.load),
-        default=None,
-    )
+def choose_engine(engines: Sequence[Engine], now_s: float, record: RequestRecord | None = None) -> Engine | None:
+    """Where a request goes: of executors that are not leaving the one where it costs least; one that is stuck only if all are.
+
+    What it costs is the prompt tokens that an executor has not cached, and the company it would have there.
+    """
+    candidates = [engine for engine in engines if not engine.draining]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+
+    def cost(engine: Engine) -> tuple[bool, int]:
+        cached = 0 if record is None else engine.core.prefix_cache.count_cached(record)
+        return not engine.is_making_progress(now_s), COMPANY_TOKENS * engine.load - cached
+
+    return min(candidates, key=cost)

@@ -165,7 +165,7 @@ class SchedulerService:
     def _place(self, live: LiveRequest, standing: Standing) -> None:
         if live.open <= live.ending:
             return
-        engine = self._trials.engine_for(live.record.id)
+        engine = self._trials.engine_for(live.record)
         if engine is None:
             self._lobby[live.record.id] = (live, standing)
             return

@@ -11,6 +11,7 @@ from octavo_scheduler.blame import Blame
 from octavo_scheduler.engine import Engine, choose_engine
 from octavo_scheduler.live import LiveRequest
 from octavo_shared.ids import RequestId
+from octavo_shared.records import RequestRecord
 
 if TYPE_CHECKING:
     from octavo_scheduler.service import SchedulerService
@@ -27,14 +28,15 @@ class Trials:
         self._court: Engine | None = None
         self._is_emptying = False
 
-    def engine_for(self, request_id: RequestId) -> Engine | None:
+    def engine_for(self, record: RequestRecord) -> Engine | None:
         """Where a request may run now; None: it has to wait."""
+        request_id = record.id
         if request_id in self._blame.on_trial:
             return self._court
         if self._is_emptying or self._blame.is_suspect(request_id):
             return None
         engines = [engine for engine in self._service.engines if engine is not self._court]
-        return choose_engine(engines, time.monotonic())
+        return choose_engine(engines, time.monotonic(), record)
 
     def hold(self) -> None:
         """If suspects wait for their trial, find them an executor that does nothing else, or make one."""

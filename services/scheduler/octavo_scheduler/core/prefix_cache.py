@@ -77,6 +77,15 @@ class PrefixCache:
         ready = int(on_host.argmax()) if on_host.any() else sound
         return Hit(blocks[:ready], blocks[ready:], on_host[ready:])
 
+    def count_cached(self, record: RequestRecord) -> int:
+        """Prompt tokens of a request that could be read instead of computed, as of now."""
+        if not self.enabled or record.sampling.prompt_logprobs is not None:
+            return 0
+        chain: list[bytes] = []
+        usable = (len(record.prompt) - 1) // self._block_size
+        self.hasher.extend(chain, self.root_of(record), record.prompt, usable)
+        return len(self._look_up(chain)[0]) * self._block_size
+
     def _look_up(self, chain: list[bytes]) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Blocks that answer to the hashes of a chain, up to the first that none answers to, and which are on the host."""
         on_device, on_host = self._device.find, self._host.find
