@@ -235,15 +235,18 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(self, entry_id: bytes, record: RequestRecord | None, holder: str = "") -> bool:
+    async def finish_request(
+        self, entry_id: bytes, record: RequestRecord | None, holder: str = "", life: str = ""
+    ) -> bool:
         """Acknowledge and delete an entry whose every choice has its end in the log.
 
-        With ``holder`` only while that one holds the scheduler's lease; False when it does not. Who has been replaced unawares
-        may have logged an end that counts for nothing. Once every request of an answer is acknowledged, they and the
+        With ``holder`` only while that one holds the scheduler's lease, in this ``life`` of Redis (a run id) if one is given;
+        False when not. Who has been replaced unawares may have logged an end that counts for nothing, and a Redis that was
+        restarted may have forgotten it. Once every request of an answer is acknowledged, they and the
         idempotency key that names them are kept for as long as their records say.
         """
         keys = [self.keys.requests, self.keys.lease]
-        args: list[str | bytes | int] = [GROUP, entry_id, holder]
+        args: list[str | bytes | int] = [GROUP, entry_id, f"{holder} {life}" if holder else ""]
         if record is not None:
             siblings = record.siblings
             keys += [*map(self.keys.request, siblings), *self._idempotency(record)]
@@ -348,7 +351,7 @@ class Streams:
 
     async def next_term(self, at_least: int = 0) -> int:
         """A term greater than every one before, and than ``at_least``."""
-        return int(await self._next_term(keys=[self.keys.term], args=[at_least]))
+        return int(await self._next_term(keys=[self.keys.term, self.keys.life], args=[at_least]))
 
     async def publish_limits(self, limits: ModelLimits) -> None:
         """Tell gateways what can be served."""

@@ -292,6 +292,26 @@ def test_a_readmitted_request_goes_on_where_its_log_ends(valkey: str, tmp_path: 
     play(scene, valkey, tmp_path)
 
 
+def test_a_fence_that_comes_too_late_ends_the_term(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            # Somebody else's attempt is in the log, of a term that has been forgotten.
+            record = RequestRecord(
+                RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4), readmitted=True
+            )
+            state = ChoiceFold()
+            state.apply(TokenEvent(1, 0, Attempt(7, 1), 0, (100, 101)))
+            assert await stage.streams.readmit(record, encode_snapshot([state.snapshot(1, 0)]))
+            await stage.until(lambda: _true(stage.service.term == 8))
+        async with stage.executor(incarnation="e0-2") as executor:
+            await executor.work(2)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
 def test_an_executor_that_leaves_is_relieved_first(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         async with stage.executor() as leaving:

@@ -100,7 +100,7 @@ class SchedulerProcess:
         self._run_id = run_id
         term = await self.streams.next_term(at_least)
         observer = Observer(self.tracing, self.metrics)
-        service = SchedulerService(self.settings, self.streams, observer, self.metrics, term, self.incarnation)
+        service = SchedulerService(self.settings, self.streams, observer, self.metrics, term, self.incarnation, run_id)
         self.service = service
         server = None
         try:
@@ -185,7 +185,7 @@ class SchedulerProcess:
     async def _heed_rank(service: SchedulerService) -> None:
         """A term that others have seen before is none (rule L2)."""
         seen = await service.outranked
-        raise ReignOverError(f"an executor has seen term {seen}, this is term {service.term}", seen)
+        raise ReignOverError(f"term {seen} has been seen, this is term {service.term}", seen)
 
     async def _publish(self, service: SchedulerService) -> None:
         """Limits every second, metrics every few, and both soon after the last request ended."""

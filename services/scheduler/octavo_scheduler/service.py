@@ -57,14 +57,15 @@ class SchedulerService:
         metrics: SchedulerMetrics,
         term: int,
         holder: str = "",
+        life: str = "",
     ) -> None:
-        """``holder`` is who holds the lease; requests are acknowledged only while that is so."""
+        """``holder`` is who holds the lease in this ``life`` of Redis; requests are acknowledged only while that is so."""
         self.settings = settings
         self.streams = streams
         self.observer = observer
         self.metrics = metrics
         self.term = term
-        self._holder = holder
+        self._holder, self._life = holder, life
         # Requests up to this entry of the model stream may have been begun before, even if nothing says so any more: Redis
         # forgets who has read what more easily than what was logged.
         self.old_until = b"0-0"
@@ -245,7 +246,7 @@ class SchedulerService:
 
     async def _finish(self, entry_id: bytes, record: RequestRecord | None) -> None:
         async def finish() -> None:
-            while not await self.streams.finish_request(entry_id, record, self._holder):
+            while not await self.streams.finish_request(entry_id, record, self._holder, self._life):
                 # Either the lease is taken again soon, or this scheduler is no more.
                 await asyncio.sleep(RETRY_S)
 
@@ -303,9 +304,12 @@ class SchedulerService:
         seen = info.highest_term
         if seen < self.term or (seen == self.term and info.incarnation in self._welcomed):
             return True
-        if not self.outranked.done():
-            self.outranked.set_result(seen)
+        self._yield_to(seen)
         return False
+
+    def _yield_to(self, term: int) -> None:
+        if not self.outranked.done():
+            self.outranked.set_result(term)
 
     def ready(self, engine: Engine) -> None:
         """The executor has been welcomed: plans may be sent from now on."""
@@ -368,6 +372,10 @@ class SchedulerService:
                 await asyncio.sleep(RETRY_S)
         for resumption in resumptions:
             live = resumption.live
+            if resumption.outranked_by:
+                # Rule L1: only if it is still current there. Somebody took a later term, or this one was given before.
+                self._yield_to(resumption.outranked_by)
+                return
             for choice in resumption.ended:
                 self.close(live.record.id, choice)
             if self.live.get(live.record.id) is live:
