@@ -260,7 +260,7 @@ def test_requests_stolen_by_a_scheduler_that_was_replaced_are_found(valkey: str,
             request_id = RequestId(LOG, 1)
             record = RequestRecord(request_id, 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
             async with stage.streams.client.pipeline(transaction=True) as pipe:
-                pipe.set(stage.streams.keys.request(request_id), "")
+                pipe.hset(stage.streams.keys.request(request_id), "entry", "1-1")
                 pipe.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
                 pipe.xreadgroup(GROUP, "zombie", {stage.streams.keys.requests: ">"})
                 await pipe.execute()
