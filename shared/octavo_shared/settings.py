@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from octavo_shared.errors import SettingError as SettingError
 from octavo_shared.records import MAX_CHOICES, MAX_PROMPTS
 
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
@@ -310,10 +311,6 @@ class ExecutorSettings(GrpcSettings):
         10.0, "scheduler", "How long an executor told to stop waits to be relieved of its sequences (seconds).", ge=0
     )
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
-
-
-class SettingError(ValueError):
-    """A setting is wrong; the message names it."""
 
 
 S = TypeVar("S", bound=CommonSettings)

@@ -112,12 +112,3 @@ def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield url
     process.kill()
     process.wait(10)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run only when a marker expression asks for them (``make test-slow``)."""
-    if not config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if item not in slow]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
