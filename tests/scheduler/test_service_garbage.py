@@ -74,19 +74,20 @@ def test_what_is_out_of_vocabulary() -> None:
 def test_those_who_can_be_named_get_an_end(valkey: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scene(stage: Stage) -> None:
         client, keys = stage.streams.client, stage.streams.keys
+        await stage.listening()
         async with stage.executor() as executor:
             executor.keep_working()
-            for serial, fault in enumerate(FAULTS, 100):
-                # As a gateway does: the request's key, then its entry.
-                await client.set(keys.request(RequestId(LOG, serial)), "")
-                await client.xadd(keys.requests, {FIELD: broken(serial, **fault)})
+            entries = {serial: broken(serial, **fault) for serial, fault in enumerate(FAULTS, 100)}
             # One that is all right but for this executor's vocabulary of 1000.
-            await client.set(keys.request(RequestId(LOG, 99)), "")
-            await client.xadd(keys.requests, {FIELD: broken(99, stop_token_ids=[5000])})
+            entries[99] = broken(99, stop_token_ids=[5000])
+            for serial, entry in entries.items():
+                # As admission does.
+                entry_id = await client.xadd(keys.requests, {FIELD: entry})
+                await client.hset(keys.request(RequestId(LOG, serial)), "entry", entry_id)
             await stage.admit(1)
             await stage.finish(executor)
         assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
-        for serial in [99, *range(100, 100 + len(FAULTS))]:
+        for serial in entries:
             assert await stage.fold(serial) == ([], EndReason.ERROR), serial
 
     play(scene, valkey, tmp_path)
