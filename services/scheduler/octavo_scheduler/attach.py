@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
@@ -90,7 +91,7 @@ class _Session:
         try:
             async for message in messages:
                 self._take(message)
-        except MalformedEntryError as error:
+        except (MalformedEntryError, DecodeError) as error:
             self._outgoing.put_nowait(Refusal(f"cannot be understood: {error}"))
         except asyncio.CancelledError:
             raise
