@@ -18,6 +18,8 @@ NOT_NOW = (429, 503)
 PAUSE_S = 0.2
 # Nobody is kept waiting for longer than this, whatever happens meanwhile.
 PATIENCE_S = 120.0
+# A connection on which nothing comes for so long is given up, as clients do.
+SILENCE_S = 20.0
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class Clients:
             resuming = bool(told.job.resumable and told.last_event_id)
             try:
                 await self._exchange(told, self._port(gateway), resuming)
-            except BrokenError:
+            except (BrokenError, TimeoutError):
                 told.counts["broken"] += 1
                 if not (told.job.resumable and told.last_event_id):
                     if any(choice.text or choice.ends for choice in told.choices.values()):
@@ -140,7 +142,8 @@ class Clients:
                 await self._read(told, exchange)
 
     async def _read(self, told: Told, exchange: Exchange) -> None:
-        async for event in exchange.events():
+        events = exchange.events()
+        while (event := await asyncio.wait_for(anext(events, None), SILENCE_S)) is not None:
             told.heard_s.append(time.monotonic())
             if event.id:
                 told.last_event_id = event.id

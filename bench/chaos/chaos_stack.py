@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import redis.asyncio
+from chaos_aof import AppendOnlyFile
 from chaos_process import Process
 from chaos_proxy import Proxy
 
@@ -43,10 +44,14 @@ class ChaosStack:
         self._scheduler_ports = ports[: sizes.schedulers]
         self._gateway_ports = ports[sizes.schedulers :]
         self.proxies: dict[str, Proxy] = {}
+        self.append_only_file = AppendOnlyFile(folder / "redis" / "appendonlydir")
+        self._watching: asyncio.Task[None] | None = None
         self.redis = Process("redis", self._redis_command(), folder / "redis.log")
         self.schedulers: list[Process] = []
         self.executors: list[Process] = []
         self.gateways: list[Process] = []
+        # Whether gateways let clients go on where a connection broke.
+        self.can_resume = False
 
     @property
     def services(self) -> list[Process]:
@@ -71,6 +76,7 @@ class ChaosStack:
     async def start(self) -> None:
         """Start everything; returns when requests can be served."""
         self.redis.start()
+        self._watching = asyncio.create_task(self.append_only_file.watch())
         await _until(lambda: accepts(f"127.0.0.1:{self._redis_port}"), "Redis")
         for index in range(self.sizes.schedulers):
             name = f"scheduler{index}"
@@ -106,6 +112,8 @@ class ChaosStack:
     async def stop(self) -> dict[str, int]:
         """Stop everything, the last started first; exit statuses by name."""
         self.calm()
+        if self._watching is not None:
+            self._watching.cancel()
         statuses = {}
         for processes in (self.gateways, self.executors, self.schedulers, [self.redis]):
             for process, status in zip(processes, await asyncio.gather(*(p.stop() for p in processes)), strict=True):
