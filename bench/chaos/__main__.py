@@ -18,6 +18,8 @@ from chaos_model import write_model
 from chaos_stack import MODEL, ChaosStack, Sizes
 from chaos_verdict import Verdict, find_leaks
 
+from octavo.models import resolve_model
+
 
 def main() -> int:
     """Run and report."""
@@ -34,6 +36,9 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, default=None, help="folder for the services' output (default: a temporary one)"
     )
+    parser.add_argument(
+        "--model", default="", help="folder or hub id, or 'default' (default: a random one of two layers)"
+    )
     args = parser.parse_args()
     args.seed = random.randrange(1 << 31) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
@@ -46,7 +51,7 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
     """One run: the reference, then the same under faults, then the verdict."""
     print(f"seed {args.seed}: {args.requests} requests, up to {args.faults} faults", flush=True)
     jobs = make_jobs(args.requests, args.seed)
-    stack = ChaosStack(folder, write_model(folder / "model"), Sizes(appendfsync=args.fsync))
+    stack = ChaosStack(folder, _model(args.model, folder), Sizes(appendfsync=args.fsync))
     saboteur = Saboteur(stack, args.seed, args.only)
     redis = stack.connect_redis()
     verdict = Verdict()
@@ -75,6 +80,10 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
         print(f"ended: {line}")
     print("the promise was kept" if verdict.good else f"BROKEN; again with --seed {args.seed}", flush=True)
     return 0 if verdict.good else 1
+
+
+def _model(name: str, folder: Path) -> Path:
+    return resolve_model(None if name == "default" else name).path if name else write_model(folder / "model")
 
 
 def _clients(stack: ChaosStack, seed: int) -> Clients:
