@@ -7,9 +7,10 @@ made it and from which tokens, so that mixing shows), and when anything happens,
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from octavo_shared.streams import LogPage
 ID = RequestId("gateway", 1)
 CHOICES = 2
 LENGTH = 3
+MOST_SCHEDULERS, MOST_EXECUTORS, MOST_ENTRIES = 4, 5, 24
 # Small, so that readers are overtaken in the middle.
 PAGE = 2
 
@@ -144,6 +146,49 @@ class World:
         self.told: list[list[int]] = [[] for _ in range(CHOICES)]
         self.ends: list[list[EndReason]] = [[] for _ in range(CHOICES)]
         self.checked: object = None
+
+    def options(self) -> list[tuple[str, Callable[[], None]]]:
+        """All that may happen next, each with its name; what is listed more than once is likelier."""
+        options: list[tuple[str, Callable[[], None]]] = []
+        room = len(self.redis.entries) < MOST_ENTRIES
+        if len(self.schedulers) < MOST_SCHEDULERS:
+            options.append(("another scheduler takes the lease", self.take_lease))
+        for scheduler in self.schedulers:
+            options += self._options_of(scheduler, room)
+        for executor in self.executors:
+            name = executor.name
+            if len(executor.computed) < len(executor.stories):
+                options.append((f"{name} does a step", partial(self.step, executor)))
+            if executor.outbox and room:
+                options.append((f"{name}'s step is logged", partial(self.flush, executor, again=False)))
+                options.append(
+                    (f"{name}'s step is logged, to be logged again", partial(self.flush, executor, again=True))
+                )
+        if self.read_to < self.redis.newest:
+            options += [("the gateway reads", self.read)] * 2
+        elif self.redis.entries:
+            options.append(("the gateway trims", self.trim))
+        if self.read_to:
+            options.append(("the client goes on elsewhere", self.lose_gateway))
+        return options
+
+    def _options_of(self, scheduler: Scheduler, room: bool) -> list[tuple[str, Callable[[], None]]]:
+        options: list[tuple[str, Callable[[], None]]] = []
+        name = scheduler.name
+        if scheduler.work is not None and room:
+            options += [(f"{name} goes on resuming", partial(self.advance, scheduler, Fate.DONE))] * 3
+            for fate in (Fate.LOST, Fate.UNHEARD):
+                options.append((f"{name} fails in resuming: {fate.value}", partial(self.advance, scheduler, fate)))
+        if scheduler.executor is not None and len(self.executors) < MOST_EXECUTORS:
+            options.append((f"{name} loses its executor", partial(self.resume, scheduler)))
+        for choice in scheduler.live.open - scheduler.live.ending:
+            options.append((f"{name} aborts choice {choice}", partial(self.abort, scheduler, choice)))
+        if scheduler.words and room:
+            options.append((f"{name}'s abort is logged", partial(self.say, scheduler, again=False)))
+            options.append((f"{name}'s abort is logged, to be logged again", partial(self.say, scheduler, again=True)))
+        if scheduler.wants_to_acknowledge:
+            options.append((f"{name} acknowledges", partial(self.acknowledge, scheduler)))
+        return options
 
     # --- schedulers ---
 
