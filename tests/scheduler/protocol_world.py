@@ -68,6 +68,10 @@ class Redis:
         events = [event for _, entry in chosen for event in entry]
         return LogPage(events, str(chosen[-1][0] if chosen else after))
 
+    def goes_on(self, after: int) -> bool:
+        """Whether there is anything behind an entry."""
+        return bool(self.entries) and self.entries[-1][0] > after
+
     async def append_log(self, log: str, entry: bytes) -> None:
         await Turn()
         if self.fate is not Fate.LOST:
@@ -138,6 +142,8 @@ class World:
         self.holder: Scheduler | None = None
         self.schedulers: list[Scheduler] = []
         self.executors: list[Executor] = []
+        # The request in the model stream: whether it is there (or was, until it was acknowledged), and whether it was read.
+        self.admitted = True
         self.delivered = False
         self.acknowledged = False
         # The gateway that owns the log, and what the client has been told by whichever gateway.
@@ -164,7 +170,7 @@ class World:
                 options.append(
                     (f"{name}'s step is logged, to be logged again", partial(self.flush, executor, again=True))
                 )
-        if self.read_to < self.redis.newest:
+        if self.redis.goes_on(self.read_to):
             options += [("the gateway reads", self.read)] * 2
         elif self.redis.entries:
             options.append(("the gateway trims", self.trim))
@@ -199,14 +205,21 @@ class World:
         scheduler = Scheduler(f"s{len(self.schedulers)}", self.term, LiveRequest(record, b"1-1", set(range(CHOICES))))
         self.holder = scheduler
         self.schedulers.append(scheduler)
-        if self.acknowledged:
-            return
-        if self.delivered:
+        if not self.acknowledged:
+            self.take_on(scheduler)
+
+    def take_on(self, scheduler: Scheduler) -> None:
+        """The request is pending, or new."""
+        if not self.is_new():
             self.resume(scheduler)
         else:
-            self.delivered = True
             scheduler.live.attempt_n = 1
             self.start(scheduler, {})
+        self.delivered = True
+
+    def is_new(self) -> bool:
+        """Whether nobody can have begun with the request before."""
+        return not self.delivered
 
     def resume(self, scheduler: Scheduler) -> None:
         """After a takeover, or when an executor is lost."""
@@ -293,16 +306,16 @@ class World:
             executor.ends.append(ends)
             executor.computed |= ends
             if self.ends_when_computed:
-                self.heard(executor, ends)
+                self.logged(executor, ends)
 
     def flush(self, executor: Executor, again: bool) -> None:
         """The oldest step goes into the log; perhaps unheard, then it goes again."""
         self.redis.append(executor.outbox[0])
         if not again:
             executor.outbox.pop(0)
-            self.heard(executor, executor.ends.pop(0))
+            self.logged(executor, executor.ends.pop(0))
 
-    def heard(self, executor: Executor, ends: set[int]) -> None:
+    def logged(self, executor: Executor, ends: set[int]) -> None:
         for scheduler in self.schedulers:
             if scheduler.executor is executor:
                 for choice in ends - scheduler.live.ending:
@@ -327,7 +340,7 @@ class World:
 
     def trim(self) -> None:
         """As ``Streams.trim_log``: nothing happens unless all has been read."""
-        if self.read_to == self.redis.newest and self.redis.entries:
+        if self.redis.entries and not self.redis.goes_on(self.read_to):
             states = list(self.fold.snapshots())
             self.redis.entries.clear()
             if states:
@@ -379,13 +392,16 @@ class World:
         self._finish_steps()
         if last.wants_to_acknowledge:
             self.acknowledge(last)
-        while self.read_to != self.redis.newest:
+        while self.redis.goes_on(self.read_to):
             self.read()
         self.check()
-        assert self.acknowledged, "never acknowledged"
+        assert self.acknowledged or not self.admitted, "never acknowledged"
         for choice, state in enumerate(self.whole()):
-            assert len(self.ends[choice]) == 1, "no end"
-            assert self.told[choice] == state.tokens, "the client was not told all"
+            assert len(self.ends[choice]) == 1, "not one end"
+            self.check_told(choice, state.tokens)
+
+    def check_told(self, choice: int, tokens: list[int]) -> None:
+        assert self.told[choice] == tokens, "the client was not told all"
 
     def _finish_steps(self) -> None:
         for executor in self.executors:

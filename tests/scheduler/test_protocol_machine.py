@@ -17,6 +17,7 @@ import pytest
 from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from protocol_restarts import RestartWorld
 from protocol_world import ID, Scheduler, World
 
 from octavo_scheduler.recovery import Resumption
@@ -27,7 +28,7 @@ from octavo_shared.ids import NO_ATTEMPT
 class Machine(RuleBasedStateMachine):
     """Plays a world: whatever is possible may be next."""
 
-    kind = World
+    kind: type[World] = World
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +47,12 @@ class Machine(RuleBasedStateMachine):
             self.world.come_to_rest()
         finally:
             self.world.close()
+
+
+class RestartMachine(Machine):
+    """With a Redis that forgets."""
+
+    kind = RestartWorld
 
 
 def play_at_random(kind: type[World], games: int, moves: int = 40) -> int:
@@ -141,8 +148,8 @@ class NeverFences(World):
         return [Resumption(scheduler.live, outputs, ended)]
 
 
-def without(name: str, **change: object) -> type[World]:
-    return type(name, (World,), change)
+def without(name: str, world: type[World] = World, **change: object) -> type[World]:
+    return type(name, (world,), change)
 
 
 BROKEN = [
@@ -156,16 +163,23 @@ BROKEN = [
     without("L3: an end that is computed is final", ends_when_computed=True),
     without("L5: snapshots do not say who may speak", fold_kind=ForgetfulSnapshots),
     without("L6: whoever thinks so acknowledges", acknowledges_unasked=True),
+    without("L2: a term that Redis has forgotten is given again", RestartWorld, terms_are_new=False),
+    without("L9: gateways do not say again what they know", RestartWorld, says_again=False),
+    without("L9: other tokens than were delivered go unnoticed", RestartWorld, compares=False),
+    without("L9: what Redis calls new counts as new", RestartWorld, distrusts_redis=False),
+    without("L9: ends of another life of Redis count", RestartWorld, acknowledges_in_one_life=False),
 ]
 
 
-def test_the_promise_holds_in_whatever_order_things_happen() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
+@pytest.mark.parametrize("machine", [Machine, RestartMachine])
+def test_the_promise_holds_in_whatever_order_things_happen(machine: type[Machine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
 
 
-def test_the_promise_holds_in_many_games() -> None:
+@pytest.mark.parametrize("kind", [World, RestartWorld])
+def test_the_promise_holds_in_many_games(kind: type[World]) -> None:
     with pytest.raises(LookupError):
-        play_at_random(World, 1500)
+        play_at_random(kind, 1500)
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
