@@ -107,7 +107,10 @@ def report(verdict: Verdict, faults: list[Fault], told: list[Told]) -> None:
     counts: Counter[str] = Counter()
     for one in told:
         counts.update(one.counts)
-    print(f"clients: {counts['not now']} times asked to come again, {counts['broken']} connections broken")
+    print(
+        f"clients: {counts['not now']} times asked to come again, {counts['unanswered']} connections without an answer, "
+        f"{counts['broken']} broken in the middle of one, of which {counts['begun again']} could only begin again"
+    )
     for name in ("lost", "ends", "different", "ties", "leaks"):
         lines = getattr(verdict, name)
         print(f"{name}: {len(lines)}")

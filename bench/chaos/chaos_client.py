@@ -19,7 +19,7 @@ PAUSE_S = 0.2
 # Nobody is kept waiting for longer than this, whatever happens meanwhile.
 PATIENCE_S = 120.0
 # A connection on which nothing comes for so long is given up, as clients do.
-SILENCE_S = 20.0
+SILENCE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -87,6 +87,8 @@ class Clients:
         self._port = port
         self._gateways = gateways
         self._rng = random.Random(seed)
+        # Who asks again with the same key gets the same answer; another run's are others.
+        self._label = f"run-{seed}"
         self.told: list[Told] = []
 
     async def play(self, jobs: list[Job], at_once: int) -> list[Told]:
@@ -113,17 +115,18 @@ class Clients:
             try:
                 await self._exchange(told, self._port(gateway), resuming)
             except (BrokenError, TimeoutError):
-                told.counts["broken"] += 1
+                said = "broken" if any(c.text or c.tokens or c.ends for c in told.choices.values()) else "unanswered"
+                told.counts[said] += 1
                 if not (told.job.resumable and told.last_event_id):
-                    if any(choice.text or choice.ends for choice in told.choices.values()):
-                        told.abandoned.append(told.choices)
+                    told.counts["begun again"] += said == "broken"
+                    told.abandoned.append(told.choices)
                     told.choices = {}
                 gateway = (gateway + 1) % self._gateways
                 await asyncio.sleep(PAUSE_S)
 
     async def _exchange(self, told: Told, port: int, resuming: bool) -> None:
         job = told.job
-        headers = {"X-Octavo-Resumable": "1"} if job.resumable else {}
+        headers = {"Idempotency-Key": f"{self._label}-{job.index}"} if job.resumable else {}
         if resuming:
             headers["Last-Event-ID"] = told.last_event_id
             exchange = Exchange(port, "GET", f"/v1/streams/{told.id}", headers=headers)

@@ -18,9 +18,6 @@ from octavo_shared.entries import MalformedEntryError, decode_entry
 from octavo_shared.fold import SnapshotEvent
 from octavo_shared.streams import FIELD, Keys
 
-# A client whose connection breaks can only go on where gateways let it.
-NEED_RESUMING = ("kill-gateway", "stop-gateway", "cut-client", "freeze-client", "half-open-client")
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -73,8 +70,6 @@ class Saboteur:
         if stack.sizes.appendfsync == "always":
             # Then nothing is lost that anyone has been told of.
             del self._kinds["lose-redis"]
-        if not stack.can_resume:
-            self._kinds = {name: kind for name, kind in self._kinds.items() if name not in NEED_RESUMING}
         if only:
             self._kinds = {name: kind for name, kind in self._kinds.items() if name.startswith(tuple(only))}
 

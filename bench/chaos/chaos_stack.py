@@ -30,6 +30,8 @@ class Sizes:
     gateways: int = 2
     blocks: int = 72
     lease_s: float = 3.0
+    # Long enough for a client that hears nothing to find that out, short enough to see that nothing stays for good.
+    resume_ttl_s: float = 40.0
     appendfsync: str = "always"
 
 
@@ -50,8 +52,6 @@ class ChaosStack:
         self.schedulers: list[Process] = []
         self.executors: list[Process] = []
         self.gateways: list[Process] = []
-        # Whether gateways let clients go on where a connection broke.
-        self.can_resume = False
 
     @property
     def services(self) -> list[Process]:
@@ -81,13 +81,17 @@ class ChaosStack:
         for index in range(self.sizes.schedulers):
             name = f"scheduler{index}"
             address = f"127.0.0.1:{self._scheduler_ports[index]}"
-            flags = {"scheduler_address": address, "scheduler_lease_s": str(self.sizes.lease_s)}
+            lease_s = str(self.sizes.lease_s)
+            flags = {"scheduler_address": address, "scheduler_lease_s": lease_s, "executor_lease_s": lease_s}
             self.schedulers.append(await self._service("scheduler", name, flags))
         for index in range(self.sizes.executors):
             name = f"executor{index}"
-            line = await self._proxy(f"{name}-scheduler", lambda i=index: self._ports_from(i))
+            lines = [
+                await self._proxy(f"{name}-scheduler{number}", lambda p=port: [p])
+                for number, port in enumerate(self._scheduler_ports)
+            ]
             flags = {
-                "scheduler_address": f"127.0.0.1:{line.port}",
+                "scheduler_address": ",".join(f"127.0.0.1:{line.port}" for line in lines),
                 "executor_name": name,
                 "num_gpu_blocks_override": str(self.sizes.blocks),
                 "max_num_seqs": "16",
@@ -98,7 +102,7 @@ class ChaosStack:
             self.executors.append(await self._service("executor", name, flags))
         for index, port in enumerate(self._gateway_ports):
             await self._proxy(f"client-gateway{index}", lambda p=port: [p])
-            flags = {"host": "127.0.0.1", "port": str(port)}
+            flags = {"host": "127.0.0.1", "port": str(port), "stream_resume_ttl": str(self.sizes.resume_ttl_s)}
             self.gateways.append(await self._service("gateway", f"gateway{index}", flags))
         for process in self.services:
             process.start()
@@ -130,11 +134,6 @@ class ChaosStack:
             proxy.delay_s = 0.0
             proxy.refuse(False)
             proxy.thaw()
-
-    def _ports_from(self, index: int) -> list[int]:
-        # Executors begin with different ones, so that a standby that wrongly accepts would be found out.
-        at = index % len(self._scheduler_ports)
-        return self._scheduler_ports[at:] + self._scheduler_ports[:at]
 
     async def _service(self, kind: str, name: str, flags: dict[str, str]) -> Process:
         line = await self._proxy(f"{name}-redis", lambda: [self._redis_port])

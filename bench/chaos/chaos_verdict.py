@@ -84,7 +84,7 @@ class Verdict:
         self.different.append(f"{where}: {note}: {text}")
 
 
-async def find_leaks(client: redis.asyncio.Redis, port: int, model: str, *, patience_s: float = 60.0) -> list[str]:
+async def find_leaks(client: redis.asyncio.Redis, port: int, model: str, *, patience_s: float = 120.0) -> list[str]:
     """What is still held although nobody waits for anything: blocks, slots, entries, keys."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + patience_s
