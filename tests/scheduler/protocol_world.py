@@ -240,7 +240,9 @@ class World:
             for resumption in stop.value:
                 for choice in resumption.ended:
                     self.end(scheduler, choice)
-                self.start(scheduler, resumption.outputs)
+                # Who is outranked gives up.
+                if not resumption.outranked_by:
+                    self.start(scheduler, resumption.outputs)
         except RedisError:
             # Nothing has been decided.
             scheduler.work = self.fence_and_read(scheduler)
