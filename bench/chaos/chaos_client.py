@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chaos_http import BrokenError, Exchange
@@ -49,6 +49,9 @@ class Told:
     abandoned: list[dict[int, Choice]] = field(default_factory=list)
     id: str = ""
     last_event_id: str = ""
+    # What somebody else was told who read the stream beside this client, from its beginning to its end.
+    watchers: list[Told] = field(default_factory=list)
+    left: bool = False
 
     def choice(self, index: int) -> Choice:
         """The choice with this number."""
@@ -90,6 +93,7 @@ class Clients:
         # Who asks again with the same key gets the same answer; another run's are others.
         self._label = f"run-{seed}"
         self.told: list[Told] = []
+        self._watching: list[asyncio.Task[None]] = []
 
     async def play(self, jobs: list[Job], at_once: int) -> list[Told]:
         """Play all jobs; what clients were told, by job."""
@@ -106,11 +110,12 @@ class Clients:
                     told.failure = f"no end within {PATIENCE_S:g} s"
 
         await asyncio.gather(*(client() for _ in range(at_once)))
+        await asyncio.gather(*self._watching)
         return sorted(self.told, key=lambda told: told.job.index)
 
     async def _ask(self, told: Told) -> None:
         gateway = self._rng.randrange(self._gateways)
-        while not told.done and not told.failure:
+        while not told.done and not told.failure and not told.left:
             resuming = bool(told.job.resumable and told.last_event_id)
             try:
                 await self._exchange(told, self._port(gateway), resuming)
@@ -150,9 +155,28 @@ class Clients:
             told.heard_s.append(time.monotonic())
             if event.id:
                 told.last_event_id = event.id
+            if told.job.leaves_after and len(told.heard_s) >= told.job.leaves_after:
+                told.left = True
+                return
             if event.data == "[DONE]":
                 told.done += 1
             else:
                 told.take(json.loads(event.data))
+                if told.job.watched and not told.watchers:
+                    watcher = Told(replace(told.job, watched=False, leaves_after=0), id=told.id)
+                    told.watchers.append(watcher)
+                    self._watching.append(asyncio.create_task(self._watch(watcher)))
         if not told.done:
             raise BrokenError("the stream ended without [DONE]")
+
+    async def _watch(self, watcher: Told) -> None:
+        """Read the same stream from its beginning, from any gateway, as a second client."""
+        headers = {"X-Octavo-Resumable": "1"}
+        port = self._port(self._rng.randrange(self._gateways))
+        try:
+            async with Exchange(port, "GET", f"/v1/streams/{watcher.id}", headers=headers) as exchange:
+                if exchange.status == 200:
+                    await self._read(watcher, exchange)
+        except (BrokenError, TimeoutError):
+            # Its line broke: what it was told so far is no whole answer.
+            watcher.counts["broken"] += 1
