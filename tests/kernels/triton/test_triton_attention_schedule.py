@@ -34,29 +34,32 @@ def batch_of(lengths: list[tuple[int, int]], spare: int = 2) -> AttentionBatch:
     )
 
 
-def scheduled(batch: AttentionBatch, cut: Cut, block_s: int) -> tuple[list[list[int]], list[list[int]]]:
-    items = torch.full((400, 8), 77, dtype=torch.int32)
+def scheduled(batch: AttentionBatch, cut: Cut, block_s: int) -> tuple[list[list[int]], ...]:
+    """The three lists."""
+    items = torch.full((2, 400, 8), 77, dtype=torch.int32)
     reductions = torch.full((400, 4), 77, dtype=torch.int32)
-    counts = torch.full((2,), 77, dtype=torch.int32)
+    counts = torch.full((3,), 77, dtype=torch.int32)
     programs = batch.query_start.shape[0] - 1
     attention_schedule_kernel[(programs,)](
         *(batch.num_seqs, batch.query_start, batch.seq_lens, items, reductions, counts),
-        *(cut.window or 1 << 30, cut.tile_queries, cut.small_queries, cut.small_split, cut.large_split),
+        *(400, cut.window or 1 << 30, cut.tile_queries, cut.small_queries, cut.small_split, cut.large_split),
         cut.partial_rows,
-        BLOCK_N=cut.block_n,
+        SMALL_N=cut.small_n,
+        LARGE_N=cut.large_n,
         BLOCK_S=block_s,
     )
-    n, m = counts.tolist()
-    assert (items[n:] == 77).all()
-    assert (reductions[m:] == 77).all()
-    return items[:n].tolist(), reductions[:m].tolist()
+    lists = []
+    for table, n in zip((items[0], items[1], reductions), counts.tolist(), strict=True):
+        assert (table[n:] == 77).all()
+        lists.append(table[:n].tolist())
+    return tuple(lists)
 
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize(("split", "partial_rows"), [((0, 0), 0), ((64, 0), 20), ((64, 128), 1000)])
 def test_the_work_list(window: int, split: tuple[int, int], partial_rows: int) -> None:
     lengths = [(1, 1), (1, 700), (0, 50), (40, 300), (3, 64), (17, 17), (1, 65), (4, 999), (1, 130)]
-    cut = Cut(window, 16, 4, *split, partial_rows, 32)
+    cut = Cut(window, 16, 4, *split, partial_rows, 32, 16)
     batch = batch_of(lengths)
     expected = work_list(batch, cut)
     for block_s in (4, 16):
@@ -65,12 +68,12 @@ def test_the_work_list(window: int, split: tuple[int, int], partial_rows: int) -
 
 def test_the_parts_of_a_tile_are_its_keys() -> None:
     lengths = [(1, 700), (40, 300), (7, 7), (33, 1000)]
-    items, _ = scheduled(batch_of(lengths), Cut(0, 16, 1, 64, 128, 1000, 32), 16)
+    small, large, _ = scheduled(batch_of(lengths), Cut(0, 16, 1, 64, 128, 1000, 32, 32), 16)
+    assert {entry[0] for entry in small} == {0}
     seen: dict[tuple[int, int], list[range]] = {}
-    for sequence, row, queries, position, begin, end, _, flags in items:
+    for sequence, row, queries, position, begin, end, _, leading in small + large:
         parts = seen.setdefault((sequence, row), [])
-        assert flags & 1 == int(not parts)
-        assert flags >> 1 == int(lengths[sequence][0] <= 1)
+        assert leading == int(not parts)
         parts.append(range(begin, end))
         assert position + queries <= lengths[sequence][1]
         assert not begin % 32
@@ -81,7 +84,7 @@ def test_the_parts_of_a_tile_are_its_keys() -> None:
 
 
 def test_an_empty_batch_has_an_empty_list() -> None:
-    assert scheduled(batch_of([]), Cut(0, 16, 4, 64, 0, 10, 32), 16) == ([], [])
+    assert scheduled(batch_of([]), Cut(0, 16, 4, 64, 0, 10, 32, 32), 16) == ([], [], [])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 16, 17, 40])
@@ -94,8 +97,8 @@ def test_the_reduction(parts: int) -> None:
     partial[3] = 0.0
     reductions = torch.tensor([[1, 3, queries, parts], [0, 4, queries, parts]], dtype=torch.int32)
     out = torch.full((3, heads * dim), 77.0)
-    counts = torch.tensor([5, 2], dtype=torch.int32)
-    attention_reduce_kernel[heads, 1](reductions, counts, partial, sums, out, out.stride(0), heads, D=dim, PARTS=16)
+    count = torch.tensor([2], dtype=torch.int32)
+    attention_reduce_kernel[heads, 1](reductions, count, partial, sums, out, out.stride(0), heads, D=dim, PARTS=16)
     for row, first in ((1, 3), (0, 4)):
         if parts == 1 and first == 3:
             assert (out[row] == 0).all()
