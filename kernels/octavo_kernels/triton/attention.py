@@ -165,10 +165,17 @@ class PagedAttention:
             BLOCK_N=tiles.block_n,
             DTYPE=_operands(qkv.dtype, k_pages.dtype),
             PRECISION="tf32x3" if nvidia else "ieee",
-            PACKED=k_pages.dtype.itemsize == 1 and nvidia and not INTERPRETED,
+            PACKED=self._packed(k_pages.dtype, tiles),
+            AHEAD=tiles.ahead,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
+
+    def _packed(self, page_dtype: torch.dtype, tiles: Tiles) -> str | None:
+        """How bytes of pages are widened; see ``widen``."""
+        if page_dtype.itemsize > 1 or INTERPRETED or not self._gpu.nvidia:
+            return None
+        return "pure" if self._gpu.has_tensor_memory and tiles.block_m >= 64 else "fenced"
 
     def _reduce(self, work: _WorkList, call: _Call) -> None:
         shape, out = call.shape, call.out

@@ -45,15 +45,21 @@ class Gpu:
         """Whether matrix products read their operands from shared memory (wgmma, tcgen05)."""
         return self.nvidia and int(self.arch[3:]) in range(90, 110)
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether large matrix products are tcgen05's."""
+        return self.nvidia and int(self.arch[3:]) in range(100, 110)
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """``block_m`` rows by ``block_n`` keys, computed by ``warps`` warps, loads ``stages`` deep."""
+    """``block_m`` rows by ``block_n`` keys, computed by ``warps`` warps, loads ``stages`` deep; ``ahead`` as in ``attend``."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +120,21 @@ def small_rows(shape: AttentionShape) -> int:
 
 
 def large_tiles(shape: AttentionShape, dtype: torch.dtype, page_dtype: torch.dtype, gpu: Gpu) -> Tiles:
-    """Tiles for any other sequences, bound by arithmetic: as large as registers allow."""
+    """Tiles for any other sequences, bound by arithmetic: as large as registers allow without spilling any."""
     width = power_of_two(shape.head_dim)
     wide = dtype.itemsize == 4
+    ahead = gpu.has_wide_products and dtype.itemsize == page_dtype.itemsize == 2
     block_m = max(small_rows(shape), 64 if wide or width > 128 else 128)
-    keys = 32 if wide or width > 128 else 64
-    warps = 8 if block_m * width >= 128 * 128 and not wide else 4
+    keys, warps = 64, 8 if block_m * width >= 128 * 128 and not wide else 4
+    if wide or width > 128 or not gpu.nvidia:
+        keys = 32
+    elif width == 64 and ahead and gpu.arch == "sm_90":
+        keys, warps = 128, 8
+    if not gpu.nvidia and width <= 128:
+        warps = 4
     q_bytes = block_m * width * dtype.itemsize
-    return Tiles(block_m, keys, warps, _stages(gpu, keys * 2 * width * page_dtype.itemsize, q_bytes + 4096, 3))
+    stages = _stages(gpu, keys * 2 * width * page_dtype.itemsize, q_bytes + 4096, 3)
+    return Tiles(block_m, keys, warps, stages, ahead)
 
 
 def choose_attention(
