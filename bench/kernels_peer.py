@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 import types
@@ -35,7 +36,6 @@ from octavo_kernels.triton.attention import PagedAttention
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 HEADS, KV_HEADS, DIM, PAGE, KEYS = 32, 4, 128, 16, 4096
-ROWS = 16  # of the smallest tile that matrix units take
 PAGES = 9
 
 
@@ -174,13 +174,14 @@ def compile_kernel(kernel: Kernel, target: Target, seqs: int) -> tuple[Compiled,
 
 def row(title: str, compiled: Compiled, code: Code, target: Target) -> list[str]:
     """Cells of the table. Instructions are those of all warps, for 64 keys of one key head."""
-    keys = code.loop_products * compiled.warps / (2 * ROWS * DIM)
-    per_64 = code.loop.total() * compiled.warps * 64 / keys if keys else 0.0
+    # What else is copied (a few page numbers) is little beside keys and values, of which there is a power of two.
+    keys = 1 << round(math.log2(code.loop_bytes * compiled.warps / (2 * DIM * BF16.itemsize)))
+    per_64 = code.loop.total() * compiled.warps * 64 / keys
     share = issue_share(compiled, code, target)
     return [
         title, str(code.registers), str(code.spilled_bytes), f"{compiled.shared_bytes / 1024:.0f}",
-        str(blocks_per_multiprocessor(compiled, code, target)), f"{keys:.0f}", f"{per_64:.0f}",
-        f"{code.wide_share:.0%}" if code.async_loads else "none", "–" if share is None else f"{share:.2f}",
+        str(blocks_per_multiprocessor(compiled, code, target)), str(keys), f"{per_64:.0f}",
+        f"{code.wide_share:.0%}", "–" if share is None else f"{share:.2f}",
     ]  # fmt: skip
 
 
@@ -196,8 +197,11 @@ def main() -> int:
     parser.add_argument("--sequences", default="64,16", help="batch sizes, separated by commas")
     options = parser.parse_args()
     kernels = [Kernel("Octavo", "attention_kernel", _octavo)]
-    for wheel in options.wheels:
-        kernels += peers(wheel)
+    try:
+        for wheel in options.wheels:
+            kernels += peers(wheel)
+    except FileNotFoundError as error:
+        parser.error(str(error))
     for name in options.targets.split(","):
         for seqs in map(int, options.sequences.split(",")):
             print(f"\n{name}, {seqs} sequences\n\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")

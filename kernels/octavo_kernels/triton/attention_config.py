@@ -105,13 +105,15 @@ def small_tiles(shape: AttentionShape, page_dtype: torch.dtype, gpu: Gpu) -> Til
     """Tiles for sequences of few rows (queries times heads of a group), decodes above all.
 
     The time is that of reading keys and values: a tile is as small as matrix units take it, and what counts are bytes on their
-    way. A multiprocessor of an H200 must keep 40 KiB of loads in flight (4.8 TB/s for about a microsecond); two buffers in
-    each of three blocks keep 100 to 200, and one block's arithmetic is hidden behind the other blocks' loads.
+    way. A multiprocessor of an H200 must keep 36 KB of loads in flight (4.8 TB/s for about a microsecond); two or three buffers
+    in each of three or four blocks keep at least that even while every block computes.
     """
     width = power_of_two(shape.head_dim)
-    keys = 64 if width <= 128 else 32
+    keys, warps = (64 if width <= 128 else 32), 4
+    if page_dtype.itemsize == 4:
+        keys, warps = (16, 8) if width > 128 else (32, 4)
     stage_bytes = keys * 2 * width * page_dtype.itemsize
-    return Tiles(small_rows(shape), keys, 4, _stages(gpu, stage_bytes, 8192, 3))
+    return Tiles(small_rows(shape), keys, warps, _stages(gpu, stage_bytes, 8192, 3 if stage_bytes >= 32768 else 4))
 
 
 def small_rows(shape: AttentionShape) -> int:
@@ -122,19 +124,30 @@ def small_rows(shape: AttentionShape) -> int:
 def large_tiles(shape: AttentionShape, dtype: torch.dtype, page_dtype: torch.dtype, gpu: Gpu) -> Tiles:
     """Tiles for any other sequences, bound by arithmetic: as large as registers allow without spilling any."""
     width = power_of_two(shape.head_dim)
-    wide = dtype.itemsize == 4
     ahead = gpu.has_wide_products and dtype.itemsize == page_dtype.itemsize == 2
-    block_m = max(small_rows(shape), 64 if wide or width > 128 else 128)
-    keys, warps = 64, 8 if block_m * width >= 128 * 128 and not wide else 4
-    if wide or width > 128 or not gpu.nvidia:
-        keys = 32
-    elif width == 64 and ahead and gpu.arch == "sm_90":
-        keys, warps = 128, 8
-    if not gpu.nvidia and width <= 128:
-        warps = 4
-    q_bytes = block_m * width * dtype.itemsize
-    stages = _stages(gpu, keys * 2 * width * page_dtype.itemsize, q_bytes + 4096, 3)
-    return Tiles(block_m, keys, warps, stages, ahead)
+    rows, keys, warps = _large_sizes(width, dtype.itemsize, page_dtype.itemsize, ahead, gpu)
+    rows = max(small_rows(shape), rows)
+    fixed_bytes = rows * width * dtype.itemsize + 4096
+    # Bytes are widened through registers: another buffer on its way would cost those of a larger tile.
+    wanted = 2 if page_dtype.itemsize == 1 else 3
+    return Tiles(rows, keys, warps, _stages(gpu, keys * 2 * width * page_dtype.itemsize, fixed_bytes, wanted), ahead)
+
+
+def _large_sizes(width: int, size: int, page_size: int, ahead: bool, gpu: Gpu) -> tuple[int, int, int]:
+    """(rows, keys, warps) for heads padded to ``width`` and numbers of so many bytes."""
+    if size == 4:
+        # Three products for each, of numbers split in two: registers go to those.
+        return (16, 16, 8) if width > 128 else (32, 32, 4) if width > 64 else (64, 32, 4)
+    if width > 128 and page_size == 1:
+        # Widened numbers lie in registers beside those that came, except where sums have a memory of their own.
+        return (64, 32, 8) if gpu.has_tensor_memory else (32, 16, 4)
+    if width > 128:
+        return 64, 32, 8
+    if not gpu.nvidia:
+        return 128, 32, 4
+    if width > 64 or page_size == 1:
+        return 128, 64, 8
+    return (128, 128, 8) if ahead and not gpu.has_tensor_memory else (128, 64, 4)
 
 
 def choose_attention(

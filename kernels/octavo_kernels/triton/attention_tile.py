@@ -127,7 +127,7 @@ def first_tile(
         scores = scores_of(q, memory[0], chunks, D, DTYPE, PRECISION, None)
         known = (scores, chunks, pages_of(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N))
     else:
-        known = (pages,)
+        known = (pages,)  # type: ignore[assignment]
     return known
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import TINY_GPU, attend, gpu_case
 
-from octavo_kernels import AttentionBatch, AttentionShape
+from octavo_kernels import AttentionBatch, AttentionShape, StepBounds
 from octavo_kernels.triton.attention import PagedAttention
-from octavo_kernels.triton.attention_config import Gpu
+from octavo_kernels.triton.attention_config import (
+    AttentionLaunch,
+    Gpu,
+    choose_attention,
+    large_tiles,
+    power_of_two,
+    small_tiles,
+)
 from octavo_kernels.triton.attention_reduce import attention_reduce_kernel
 from octavo_kernels.triton.attention_reference import Cut, reduced, work_list
 from octavo_kernels.triton.attention_schedule import attention_schedule_kernel
@@ -19,6 +28,72 @@ BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 H200 = Gpu("sm_90", 132, 232448)
 A100 = Gpu("sm_80", 108, 166912)
 MI300 = Gpu("gfx942", 304, 65536)
+
+
+def launch_for(
+    gpu: Gpu, seqs: int, tokens: int, keys: int, *, heads: tuple[int, int] = (64, 8), dim: int = 128, window: int = 0
+) -> AttentionLaunch:
+    """What is chosen in bfloat16 for a step whose bounds the host knows."""
+    shape = AttentionShape(*heads, dim, 16, dim**-0.5, window)
+    queries = 1 if tokens == seqs else tokens - seqs + 1
+    batch = replace(batch_of([(1, keys)] * seqs, 0), block_tables=torch.zeros((seqs, 8192), dtype=torch.int32))
+    return choose_attention(shape, BF16, BF16, replace(batch, bounds=StepBounds(seqs, queries, keys)), tokens, gpu)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "seqs", "tokens", "keys", "options", "expected"),
+    [
+        # Decodes: one launch of small tiles. Splits of 512 keys, none where no sequence has more.
+        (H200, 64, 64, 512, {}, ("16x64", None, 0, 0, 64, 0)),
+        (H200, 64, 64, 513, {}, ("16x64", None, 512, 0, 128, 0)),
+        (H200, 64, 64, 8192, {}, ("16x64", None, 512, 0, 198, 0)),
+        (H200, 1, 1, 131072, {}, ("16x64", None, 512, 0, 198, 0)),
+        (A100, 1, 1, 1024, {"heads": (32, 32)}, ("16x64", None, 512, 0, 2, 0)),
+        # Drafts are decodes as long as all their rows fit into a small tile.
+        (H200, 8, 9, 100, {}, ("16x64", None, 0, 0, 8, 0)),
+        (H200, 8, 10, 100, {}, ("16x64", "128x64", 0, 0, 8, 8)),
+        # A window bounds the keys that a split can be of.
+        (H200, 64, 64, 8192, {"window": 500}, ("16x64", None, 0, 0, 64, 0)),
+        # Chunks: split only where there are too few tiles for all multiprocessors.
+        (H200, 64, 2111, 4096, {}, ("16x64", "128x64", 512, 0, 198, 66)),
+        (H200, 1, 128, 4097, {}, ("16x64", "128x64", 512, 4096, 9, 18)),
+        (H200, 1, 128, 4096, {}, ("16x64", "128x64", 512, 0, 8, 9)),
+        (MI300, 4, 2051, 4096, {}, ("16x64", "128x32", 512, 0, 32, 132)),
+        # Many heads per key head, large heads.
+        (H200, 4, 4, 100, {"heads": (20, 1)}, ("32x64", None, 0, 0, 4, 0)),
+        (H200, 4, 400, 100, {"dim": 256}, ("16x32", "64x32", 0, 0, 4, 54)),
+        (H200, 4, 400, 100, {"dim": 64}, ("16x64", "128x128", 0, 0, 4, 29)),
+    ],
+)
+def test_what_is_launched(
+    gpu: Gpu, seqs: int, tokens: int, keys: int, options: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    launch = launch_for(gpu, seqs, tokens, keys, **options)
+    tiles = [t and f"{t.block_m}x{t.block_n}" for t in (launch.small, launch.large)]
+    splits = launch.small_split, launch.large_split
+    assert (*tiles, *splits, launch.small_programs, launch.large_programs) == expected
+
+
+@pytest.mark.parametrize("page_dtype", [BF16, F32, E4M3, torch.int8])
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("gpu", [A100, H200, MI300])
+def test_tiles_fit_into_shared_memory(gpu: Gpu, dim: int, page_dtype: torch.dtype) -> None:
+    shape = AttentionShape(64, 8, dim, 16, dim**-0.5)
+    dtype = F32 if page_dtype == F32 else BF16
+    for tiles in (small_tiles(shape, page_dtype, gpu), large_tiles(shape, dtype, page_dtype, gpu)):
+        width = power_of_two(dim)
+        buffers = (tiles.stages - 1) * tiles.block_n * 2 * width * page_dtype.itemsize
+        assert buffers + tiles.block_m * width * dtype.itemsize <= gpu.shared_bytes
+        assert tiles.stages >= 2
+
+
+def test_loads_of_decodes_cover_the_latency_of_memory() -> None:
+    """4.8 TB/s for a microsecond are 36 KB for each of 132 multiprocessors."""
+    for dim, page_dtype in itertools.product((64, 128, 256), (BF16, E4M3, torch.int8)):
+        tiles = small_tiles(AttentionShape(64, 8, dim, 16, 0.1), page_dtype, H200)
+        buffer = tiles.block_n * 2 * dim * page_dtype.itemsize
+        blocks = min(4, H200.shared_bytes // ((tiles.stages - 1) * buffer + 8192))
+        assert blocks * (tiles.stages - 2) * buffer >= 32768  # at the moment when least is on its way
 
 
 def batch_of(lengths: list[tuple[int, int]], spare: int = 2) -> AttentionBatch:
