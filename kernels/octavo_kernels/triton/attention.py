@@ -27,6 +27,8 @@ from octavo_kernels.triton.quant import page_scales, readable_pages
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
+# Addresses are counted in chunks of 16 bytes, in 31 bits.
+MAX_PAGES_BYTES = 1 << 35
 INTERPRETED: bool = triton.knobs.runtime.interpret
 ITEM, REDUCTION = 8, 4
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -111,10 +113,14 @@ class PagedAttention:
         """As ``Kernels.attention``; pages as ``page_shape`` says.
 
         Raises:
-            ValueError: more tokens or sequences than there is memory for.
+            ValueError: more tokens or sequences than there is memory for, or more pages than addresses reach.
         """
         if qkv.shape[0] > self._max_tokens or batch.query_start.shape[0] - 1 > self._max_seqs:
             raise ValueError(f"{qkv.shape[0]} tokens of at most {self._max_tokens}, or too many sequences")
+        if k_pages.shape[0] * k_pages.stride(0) * k_pages.itemsize > MAX_PAGES_BYTES:
+            raise ValueError(
+                f"a layer's {k_pages.shape[0]} pages of keys reach over more than {MAX_PAGES_BYTES >> 30} GiB"
+            )
         if not qkv.shape[0]:
             return
         extras = extras or AttentionExtras()

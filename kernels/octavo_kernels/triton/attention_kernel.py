@@ -125,7 +125,7 @@ def _attend_item(
     # Tiles of keys lie at multiples of BLOCK_N and are taken in order, so that no row's sum depends on the rows beside it.
     # Up to ``close`` every query sees all keys. A tile of few rows is bound by memory: masking all of it costs nothing.
     start = begin // BLOCK_N * BLOCK_N
-    known = first_tile(q, memory, table_ptr, start, begin, end, PAGE, D, BLOCK_N, DTYPE, PRECISION, AHEAD)
+    known = first_tile(tile, memory, table_ptr, start, begin, end, PAGE, D, BLOCK_N, DTYPE, PRECISION, AHEAD)
     close = start
     if BLOCK_M > 16 and rule[2] is None:
         close = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)

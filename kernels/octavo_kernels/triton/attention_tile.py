@@ -64,11 +64,19 @@ def load_tile(base_ptr, chunks, CHUNK: tl.constexpr, D: tl.constexpr, D_PAD: tl.
 
 
 @triton.jit
-def scores_of(q, k_ptr, chunks, D: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr):
-    """q k^T, float32[M, BLOCK_N], of keys at ``chunks``."""
-    CHUNK: tl.constexpr = 128 // k_ptr.dtype.element_ty.primitive_bitwidth
-    k = widen(load_tile(k_ptr, chunks, CHUNK, D, q.shape[1]), DTYPE, PACKED)
-    return tl.dot(q, tl.trans(k), input_precision=PRECISION)
+def scores_of(
+    tile, memory, chunks, scales, D: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr
+):
+    """q k^T, float32[M, BLOCK_N], of the keys at ``chunks``, whose scales (int8's) are at ``scales``."""
+    q, q_scale, _, _ = tile
+    CHUNK: tl.constexpr = 128 // memory[0].dtype.element_ty.primitive_bitwidth
+    k = widen(load_tile(memory[0], chunks, CHUNK, D, q.shape[1]), DTYPE, PACKED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if CHUNK == 16:
+        scores *= q_scale[:, None]
+    if memory[2] is not None:
+        scores *= tl.load(memory[2] + scales)[None, :]
+    return scores
 
 
 @triton.jit
@@ -104,7 +112,7 @@ def online_softmax(scores, factor, sums):
 
 @triton.jit
 def first_tile(
-    q,
+    tile,
     memory,
     table_ptr,
     start,
@@ -124,7 +132,7 @@ def first_tile(
         CHUNK: tl.constexpr = 128 // memory[0].dtype.element_ty.primitive_bitwidth
         key = keys_of(start, begin, end, BLOCK_N)
         chunks = pages * (memory[4] // CHUNK) + key % PAGE * (D // CHUNK)
-        scores = scores_of(q, memory[0], chunks, D, DTYPE, PRECISION, None)
+        scores = scores_of(tile, memory, chunks, None, D, DTYPE, PRECISION, None)
         known = (scores, chunks, pages_of(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N))
     else:
         known = (pages,)  # type: ignore[assignment]
@@ -156,14 +164,14 @@ def attend(
 
     The pages of the next tile are looked up a round ahead: with the lookup inside the round, the compiler's software
     pipeline is cut in half, since the addresses of a load then wait for a load themselves. Where rows lie is kept in chunks
-    of 16 bytes: pools are larger than 2**31 elements, and 64 bits for each would cost the registers of a larger tile.
+    of 16 bytes: a layer's pages reach over 2**31 elements, and 64 bits for each would cost the registers of a larger tile.
 
     With AHEAD the matrix units work on the next tile's scores while this one's weights are computed (FlashAttention-3, Shah
     et al., arXiv 2407.08608, section 3.2): for matrix units that a warp need not wait for, and pages without scales.
     """
-    q, q_scale, position, head = tile
-    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, page_stride, scale_stride = memory
-    CHUNK: tl.constexpr = 128 // k_ptr.dtype.element_ty.primitive_bitwidth
+    _, _, position, head = tile
+    _, v_ptr, _, v_scales_ptr, page_stride, scale_stride = memory
+    CHUNK: tl.constexpr = 128 // v_ptr.dtype.element_ty.primitive_bitwidth
     slope = 0.0
     if rule[3] is not None:
         slope = tl.load(rule[3] + head).to(tl.float32)[:, None] * LOG2E
@@ -174,25 +182,20 @@ def attend(
             row = keys_of(start + (i + 1) * BLOCK_N, begin, end, BLOCK_N)
             next_chunks = pages * (page_stride // CHUNK) + row % PAGE * (D // CHUNK)
             pages = pages_of(table_ptr, start + (i + 2) * BLOCK_N, begin, end, PAGE, BLOCK_N)
-            known = (scores_of(q, k_ptr, next_chunks, D, DTYPE, PRECISION, None), next_chunks, pages)
+            known = (scores_of(tile, memory, next_chunks, None, D, DTYPE, PRECISION, None), next_chunks, pages)
         else:
             (pages,) = known
             row = keys_of(start + i * BLOCK_N, begin, end, BLOCK_N)
             chunks = pages * (page_stride // CHUNK) + row % PAGE * (D // CHUNK)
-            if k_scales_ptr is not None:
-                scales = (pages * scale_stride + row % PAGE).to(tl.int64)
+            scales = pages.to(tl.int64) * scale_stride + row % PAGE
             known = (pages_of(table_ptr, start + (i + 1) * BLOCK_N, begin, end, PAGE, BLOCK_N),)
-            scores = scores_of(q, k_ptr, chunks, D, DTYPE, PRECISION, PACKED)
-            if CHUNK == 16:
-                scores *= q_scale[:, None]
-            if k_scales_ptr is not None:
-                scores *= tl.load(k_scales_ptr + scales)[None, :]
+            scores = scores_of(tile, memory, chunks, scales, D, DTYPE, PRECISION, PACKED)
         scores, factor = biased(scores, key, position, rule, slope, MASKED)
         weights, sums = online_softmax(scores, factor, sums)
         largest, total, values = sums
         if v_scales_ptr is not None:
             weights *= tl.load(v_scales_ptr + scales)[None, :] * LIFT
-        v = widen(load_tile(v_ptr, chunks, CHUNK, D, q.shape[1]), DTYPE, PACKED)
+        v = widen(load_tile(v_ptr, chunks, CHUNK, D, tile[0].shape[1]), DTYPE, PACKED)
         values = tl.dot(weights.to(DTYPE), v, values, input_precision=PRECISION)
         sums = (largest, total, values)
     return sums, known

@@ -218,6 +218,16 @@ def test_more_than_there_is_memory_for_is_refused() -> None:
             attention.attention(case.plain.qkv, case.k_pages, case.v_pages, case.plain.batch, shape, out)
 
 
+def test_more_pages_than_addresses_reach_are_refused() -> None:
+    shape = AttentionShape(2, 1, 64, 16, 0.125)
+    case = gpu_case([(1, 9)], shape)
+    case.k_pages = case.v_pages = torch.empty((1 << 23, 1, 16, 64), dtype=F32, device="meta")
+    assert case.k_pages.nbytes == 1 << 35  # as many as addresses reach
+    case.k_pages = case.k_pages.as_strided((1 << 22, 1, 16, 64), (2049, 1024, 64, 1))
+    with pytest.raises(ValueError, match="32 GiB"):
+        attend(case, shape)
+
+
 def test_no_tokens_are_no_launch() -> None:
     shape = AttentionShape(2, 1, 64, 16, 0.125)
     case = gpu_case([(1, 9)], shape)
