@@ -172,9 +172,9 @@ class PagedAttention:
             DTYPE=_operands(qkv.dtype, k_pages.dtype),
             PRECISION="tf32x3" if nvidia else "ieee",
             PACKED=self._packed(k_pages.dtype, tiles),
-            AHEAD=tiles.ahead,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
         )
 
     def _packed(self, page_dtype: torch.dtype, tiles: Tiles) -> str | None:

@@ -41,11 +41,6 @@ class Gpu:
         return self.nvidia and int(self.arch[3:]) >= 89
 
     @property
-    def has_wide_products(self) -> bool:
-        """Whether matrix products read their operands from shared memory (wgmma, tcgen05)."""
-        return self.nvidia and int(self.arch[3:]) in range(90, 110)
-
-    @property
     def has_tensor_memory(self) -> bool:
         """Whether large matrix products are tcgen05's."""
         return self.nvidia and int(self.arch[3:]) in range(100, 110)
@@ -53,13 +48,16 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """``block_m`` rows by ``block_n`` keys, computed by ``warps`` warps, loads ``stages`` deep; ``ahead`` as in ``attend``."""
+    """``block_m`` rows by ``block_n`` keys, computed by ``warps`` warps, loads ``stages`` deep.
+
+    ``registers``: at most so many a thread; None: what the compiler likes.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    ahead: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +122,28 @@ def small_rows(shape: AttentionShape) -> int:
 def large_tiles(shape: AttentionShape, dtype: torch.dtype, page_dtype: torch.dtype, gpu: Gpu) -> Tiles:
     """Tiles for any other sequences, bound by arithmetic: as large as registers allow without spilling any."""
     width = power_of_two(shape.head_dim)
-    ahead = gpu.has_wide_products and dtype.itemsize == page_dtype.itemsize == 2
-    rows, keys, warps = _large_sizes(width, dtype.itemsize, page_dtype.itemsize, ahead, gpu)
+    rows, keys, warps = _large_sizes(width, dtype.itemsize, page_dtype.itemsize, gpu)
+    registers = None
+    if _runs_in_pairs(shape, dtype, page_dtype, gpu):
+        rows, keys, warps, registers = 128, 4096 // width, 8, 128
     rows = max(small_rows(shape), rows)
     fixed_bytes = rows * width * dtype.itemsize + 4096
     # Bytes are widened through registers: another buffer on its way would cost those of a larger tile.
-    wanted = 2 if page_dtype.itemsize == 1 else 3
-    return Tiles(rows, keys, warps, _stages(gpu, keys * 2 * width * page_dtype.itemsize, fixed_bytes, wanted), ahead)
+    wanted = 2 if page_dtype.itemsize == 1 else 4 if registers else 3
+    stages = _stages(gpu, keys * 2 * width * page_dtype.itemsize, fixed_bytes, wanted)
+    return Tiles(rows, keys, warps, stages, registers)
 
 
-def _large_sizes(width: int, size: int, page_size: int, ahead: bool, gpu: Gpu) -> tuple[int, int, int]:
+def _runs_in_pairs(shape: AttentionShape, dtype: torch.dtype, page_dtype: torch.dtype, gpu: Gpu) -> bool:
+    """Whether a multiprocessor runs two blocks at once: one computes weights while the other has the matrix units.
+
+    For that a thread may have 128 registers. Where the compiler cannot do with so many, one block has them all.
+    """
+    plain = shape.head_dim in (64, 128) and not shape.window and shape.block_size < 32
+    return plain and gpu.arch == "sm_90" and dtype.itemsize == page_dtype.itemsize == 2
+
+
+def _large_sizes(width: int, size: int, page_size: int, gpu: Gpu) -> tuple[int, int, int]:
     """(rows, keys, warps) for heads padded to ``width`` and numbers of so many bytes."""
     if size == 4:
         # Three products for each, of numbers split in two: registers go to those.
@@ -145,9 +155,7 @@ def _large_sizes(width: int, size: int, page_size: int, ahead: bool, gpu: Gpu) -
         return 64, 32, 8
     if not gpu.nvidia:
         return 128, 32, 4
-    if width > 64 or page_size == 1:
-        return 128, 64, 8
-    return (128, 128, 8) if ahead and not gpu.has_tensor_memory else (128, 64, 4)
+    return 128, 64, 8 if width > 64 or page_size == 1 else 4
 
 
 def choose_attention(

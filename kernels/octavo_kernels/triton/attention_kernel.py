@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo_kernels.triton.attention_tile import LIFT, LOG2E, LOWEST, attend, first_tile
+from octavo_kernels.triton.attention_tile import LIFT, LOG2E, LOWEST, attend, pages_of
 
 ITEM = tl.constexpr(8)  # int32 of an entry of the work list: 32 bytes, one sector
 REDUCTION = tl.constexpr(4)
@@ -108,7 +108,6 @@ def _attend_item(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """One entry of the list for one key head. The tuples hold parameters of ``attention_kernel``."""
     qkv_ptr, sinks_ptr, tables_ptr, qkv_stride, table_stride = inputs
@@ -125,17 +124,17 @@ def _attend_item(
     # Tiles of keys lie at multiples of BLOCK_N and are taken in order, so that no row's sum depends on the rows beside it.
     # Up to ``close`` every query sees all keys. A tile of few rows is bound by memory: masking all of it costs nothing.
     start = begin // BLOCK_N * BLOCK_N
-    known = first_tile(tile, memory, table_ptr, start, begin, end, PAGE, D, BLOCK_N, DTYPE, PRECISION, AHEAD)
+    pages = pages_of(table_ptr, start, begin, end, PAGE, BLOCK_N)
     close = start
     if BLOCK_M > 16 and rule[2] is None:
         close = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
-        sums, known = attend(
-            tile, sums, known, memory, rule, table_ptr, begin, end, start, (close - start) // BLOCK_N,
-            PAGE, D, BLOCK_N, False, DTYPE, PRECISION, PACKED, AHEAD,
+        sums, pages = attend(
+            tile, sums, pages, memory, rule, table_ptr, begin, end, start, (close - start) // BLOCK_N,
+            PAGE, D, BLOCK_N, False, DTYPE, PRECISION, PACKED,
         )  # fmt: skip
-    sums, known = attend(
-        tile, sums, known, memory, rule, table_ptr, begin, end, close, tl.cdiv(end - close, BLOCK_N),
-        PAGE, D, BLOCK_N, True, DTYPE, PRECISION, PACKED, AHEAD,
+    sums, _ = attend(
+        tile, sums, pages, memory, rule, table_ptr, begin, end, close, tl.cdiv(end - close, BLOCK_N),
+        PAGE, D, BLOCK_N, True, DTYPE, PRECISION, PACKED,
     )  # fmt: skip
     _store_sums(item_ptr, kv_head, sums, outputs, v_scale, GROUP, D, BLOCK_M)
 
@@ -174,7 +173,6 @@ def attention_kernel(
     DTYPE: tl.constexpr,  # of the matrix products' operands
     PRECISION: tl.constexpr,  # how float32 ones are multiplied
     PACKED: tl.constexpr,  # how bytes are widened, see widen
-    AHEAD: tl.constexpr,  # see attend
 ):
     """Programs (Hk, any number): program (h, p) takes entries p, p + programs, ... for key head h."""
     kv_head = tl.program_id(0)
@@ -196,5 +194,5 @@ def attention_kernel(
     for i in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
         _attend_item(
             items_ptr + i * ITEM, kv_head, inputs, memory, rule, v_scale, outputs,
-            GROUP, PAGE, D, BLOCK_M, BLOCK_N, DTYPE, PRECISION, PACKED, AHEAD,
+            GROUP, PAGE, D, BLOCK_M, BLOCK_N, DTYPE, PRECISION, PACKED,
         )  # fmt: skip

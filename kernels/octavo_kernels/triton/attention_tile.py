@@ -111,39 +111,10 @@ def online_softmax(scores, factor, sums):
 
 
 @triton.jit
-def first_tile(
-    tile,
-    memory,
-    table_ptr,
-    start,
-    begin,
-    end,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """What ``attend`` wants to know before its first round: the tile's pages or, with AHEAD, its scores, where its keys lie,
-    and the next tile's pages."""
-    pages = pages_of(table_ptr, start, begin, end, PAGE, BLOCK_N)
-    if AHEAD:
-        CHUNK: tl.constexpr = 128 // memory[0].dtype.element_ty.primitive_bitwidth
-        key = keys_of(start, begin, end, BLOCK_N)
-        chunks = pages * (memory[4] // CHUNK) + key % PAGE * (D // CHUNK)
-        scores = scores_of(tile, memory, chunks, None, D, DTYPE, PRECISION, None)
-        known = (scores, chunks, pages_of(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N))
-    else:
-        known = (pages,)  # type: ignore[assignment]
-    return known
-
-
-@triton.jit
 def attend(
     tile,  # q [M, D_PAD], what its rows are multiples of float32[M], positions int32[M], heads int32[M]
     sums,  # float32: largest score [M], total of weights [M], weighted values [M, D_PAD]
-    known,  # of the first tile of keys, see first_tile
+    pages,  # of the first tile of keys, see pages_of
     memory,  # see attention_kernel, from this head on: keys and values, their scales or None, distances of pages
     rule,  # see attention_kernel: scale, soft_cap, window, slopes
     table_ptr,  # int32[pages] of this sequence
@@ -158,16 +129,12 @@ def attend(
     DTYPE: tl.constexpr,  # of the matrix products' operands
     PRECISION: tl.constexpr,  # how float32 ones are multiplied
     PACKED: tl.constexpr,  # see widen
-    AHEAD: tl.constexpr,  # whether a round computes the next one's scores
 ):
-    """(the sums after ``tiles`` tiles of keys, what is known of the tile after those).
+    """(the sums after ``tiles`` tiles of keys, the pages of the tile after those).
 
     The pages of the next tile are looked up a round ahead: with the lookup inside the round, the compiler's software
     pipeline is cut in half, since the addresses of a load then wait for a load themselves. Where rows lie is kept in chunks
     of 16 bytes: a layer's pages reach over 2**31 elements, and 64 bits for each would cost the registers of a larger tile.
-
-    With AHEAD the matrix units work on the next tile's scores while this one's weights are computed (FlashAttention-3, Shah
-    et al., arXiv 2407.08608, section 3.2): for matrix units that a warp need not wait for, and pages without scales.
     """
     _, _, position, head = tile
     _, v_ptr, _, v_scales_ptr, page_stride, scale_stride = memory
@@ -177,19 +144,11 @@ def attend(
         slope = tl.load(rule[3] + head).to(tl.float32)[:, None] * LOG2E
     for i in tl.range(tiles):
         key = start + i * BLOCK_N + tl.arange(0, BLOCK_N)
-        if AHEAD:
-            scores, chunks, pages = known
-            row = keys_of(start + (i + 1) * BLOCK_N, begin, end, BLOCK_N)
-            next_chunks = pages * (page_stride // CHUNK) + row % PAGE * (D // CHUNK)
-            pages = pages_of(table_ptr, start + (i + 2) * BLOCK_N, begin, end, PAGE, BLOCK_N)
-            known = (scores_of(tile, memory, next_chunks, None, D, DTYPE, PRECISION, None), next_chunks, pages)
-        else:
-            (pages,) = known
-            row = keys_of(start + i * BLOCK_N, begin, end, BLOCK_N)
-            chunks = pages * (page_stride // CHUNK) + row % PAGE * (D // CHUNK)
-            scales = pages.to(tl.int64) * scale_stride + row % PAGE
-            known = (pages_of(table_ptr, start + (i + 1) * BLOCK_N, begin, end, PAGE, BLOCK_N),)
-            scores = scores_of(tile, memory, chunks, scales, D, DTYPE, PRECISION, PACKED)
+        row = keys_of(start + i * BLOCK_N, begin, end, BLOCK_N)
+        chunks = pages * (page_stride // CHUNK) + row % PAGE * (D // CHUNK)
+        scales = pages.to(tl.int64) * scale_stride + row % PAGE
+        pages = pages_of(table_ptr, start + (i + 1) * BLOCK_N, begin, end, PAGE, BLOCK_N)
+        scores = scores_of(tile, memory, chunks, scales, D, DTYPE, PRECISION, PACKED)
         scores, factor = biased(scores, key, position, rule, slope, MASKED)
         weights, sums = online_softmax(scores, factor, sums)
         largest, total, values = sums
@@ -198,4 +157,4 @@ def attend(
         v = widen(load_tile(v_ptr, chunks, CHUNK, D, tile[0].shape[1]), DTYPE, PACKED)
         values = tl.dot(weights.to(DTYPE), v, values, input_precision=PRECISION)
         sums = (largest, total, values)
-    return sums, known
+    return sums, pages

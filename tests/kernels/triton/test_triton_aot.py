@@ -43,6 +43,16 @@ def test_the_chosen_cases_compile_and_fall_short_of_nothing() -> None:
     assert "HGMMA" in done.stdout
 
 
+def test_attention_of_chunks_compiles_for_the_other_targets() -> None:
+    only = "attention, chunks bf16, pages bf16, head 128"
+    done = compile_cases("--only", only, "--targets", "sm_80,sm_100,gfx942")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    for target, units in (("sm_80", "HMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")):
+        line = next(line for line in done.stdout.splitlines() if line.startswith(target))
+        assert units in line
+        assert " 0 B spilled" in line
+
+
 def test_decodes_beside_other_projects(tmp_path: Path) -> None:
     peer = [sys.executable, "bench/kernels_peer.py", "--sequences", "64"]
     done = subprocess.run(peer, capture_output=True, text=True, check=True)

@@ -57,7 +57,6 @@ def test_more_heads_than_a_small_tile_has_rows() -> None:
     check(gpu_case([(1, 20), (6, 9)], shape), shape)
 
 
-# Of two-byte types large tiles compute scores a round ahead, of float32 they do not.
 @pytest.mark.parametrize(("window", "dtype"), [(1, F32), (7, F16), (16, F32), (65, F16)])
 def test_a_window(window: int, dtype: torch.dtype) -> None:
     shape = AttentionShape(6, 2, 64, 16, 0.125, window)
