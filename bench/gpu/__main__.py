@@ -94,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section = replace(section, shards=int(shards))
         return carry_out(section, int(shard), mode, options.compile, options.folder)
     sections = chosen(options.only)
+    if options.compile:
+        sections = [section for section in sections if not section.host]
     if options.tiny:
         sections = [replace(section, shards=1) for section in sections]
     if options.compile or options.tiny:

@@ -35,6 +35,7 @@ class Section:
     kind: Kind
     timeout_s: float
     shards: int = 1
+    host: bool = False  # the host takes part: there is nothing to compile by itself
 
 
 # In order of their worth: whatever the time is too short for is at the end.
@@ -46,6 +47,10 @@ SECTIONS = (
     Section("weights", "check_weights", "checks", 120.0),
     Section("decode", "time_decode", "times", 90.0),
     Section("prefill", "time_prefill", "times", 90.0),
+    Section("serving", "time_serving", "times", 120.0, host=True),
+    Section("step", "time_step", "times", 60.0, host=True),
+    Section("serving-large", "time_serving_large", "times", 120.0, host=True),
+    Section("reference", "time_reference", "times", 60.0, host=True),
 )
 
 
