@@ -136,6 +136,7 @@ def build(
     kernels: Kernels | None = None,
     weights: ModelWeights | None = None,
     seq_tokens: int = 1280,
+    device: Device | None = None,
 ) -> Engine:
     """The executor of a model, as ``octavo_executor`` puts it together. ``weights`` of another one are used again.
 
@@ -144,7 +145,7 @@ def build(
     spec = spec_from_config(config_of(stage, config))
     seqs, length, tokens = stage.pick((256, 4096, 8192), (4, 64, 32))
     dtype = stage.pick(torch.bfloat16, torch.float32)
-    device: Device = CudaDevice() if stage.mode == "gpu" else CpuDevice()
+    device = device or (CudaDevice() if stage.mode == "gpu" else CpuDevice())
     kernels = kernels or choose_kernels(
         "triton", head_dim=spec.head_dim, block_size=BLOCK, device=stage.device, max_tokens=tokens, max_seqs=seqs
     )

@@ -17,10 +17,11 @@ import torch
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench" / "gpu"))
+sys.path[:0] = [str(ROOT / "bench" / "gpu"), str(ROOT / "tests" / "executor")]
 
 import summary  # noqa: E402 - a folder of scripts
-from models import nano_vllm_workload  # noqa: E402 - a folder of scripts
+from late_device import LateDevice  # noqa: E402 - tests of the executor have it
+from models import QWEN3_06B, answers, build, even_workload, nano_vllm_workload  # noqa: E402 - a folder of scripts
 from sections import SECTIONS, Job, Outcome, Process  # noqa: E402
 from stage import Finding, Stage, Table, run_checks, run_timings  # noqa: E402
 
@@ -118,6 +119,19 @@ def test_the_requests_are_nano_vllm_s() -> None:
     # As its README says.
     assert sum(record.sampling.max_tokens for record in records) == 133_966
     assert sum(len(record.prompt) for record in records) == 142_827
+
+
+def test_with_results_that_come_late_the_answers_are_the_same() -> None:
+    """As on a GPU two steps are under way at once."""
+    stage = Stage("tiny")
+    plain = build(stage, QWEN3_06B, graphs=False)
+    late = build(stage, QWEN3_06B, graphs=True, weights=plain.weights, device=LateDevice(5))
+    assert late.runner.depth == 2
+    records = even_workload(2, 5, 3, 90, 0.6)
+    load, tokens = answers(late, records)
+    assert tokens == answers(plain, records)[1]
+    assert (load.input_tokens, load.output_tokens) == (10, 6)
+    assert load.steps == 3  # where lengths alone end sequences, none is planned in vain
 
 
 def test_nothing_is_needed_that_comes_with_an_installation(tmp_path: Path) -> None:
