@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     notes = device_notes(options)
     print("\n".join(notes), flush=True)
-    workers = options.workers or max(1, min(11, (os.cpu_count() or 1) - 2))
+    workers = options.workers or max(1, min(14, (os.cpu_count() or 1) - 2))
     flags = ["--tiny"] * options.tiny + (["--compile", options.compile] if options.compile else [])
     with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as name:
         parts = Path(name)
