@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -171,14 +172,21 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a run of requests came to. Steps of decodes alone are counted apart."""
+    """What a run of requests came to."""
 
     seconds: float
     input_tokens: int
     output_tokens: int
     steps: int
-    decode_s: tuple[float, ...]  # from one result to the next, of steps of decodes alone
-    host_s: tuple[float, ...]  # of the same steps: what the host did meanwhile, waiting left out
+    # Steps of decodes alone: rows, seconds from one result to the next, and of these what the host did not wait for.
+    decodes: tuple[tuple[int, float, float], ...]
+
+    def typical(self) -> tuple[int, float, float]:
+        """(rows, seconds, the host's own seconds): medians over those steps of decodes that have about the most rows."""
+        most = max(rows for rows, _, _ in self.decodes)
+        full = [step for step in self.decodes if step[0] >= 0.9 * most]
+        rows, seconds, host_s = (statistics.median(column) for column in zip(*full, strict=True))
+        return int(rows), seconds, host_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -215,8 +223,7 @@ def answers(engine: Engine, records: list[RequestRecord]) -> tuple[Load, list[li
     found: list[list[int]] = [[] for _ in records]
     core, runner = engine.core(), engine.runner
     under_way: deque[Launched] = deque()
-    decode_s: list[float] = []
-    host_s: list[float] = []
+    decodes: list[tuple[int, float, float]] = []
     outputs = steps = 0
     waited = 0.0
     begun = last = time.perf_counter()
@@ -241,12 +248,11 @@ def answers(engine: Engine, records: list[RequestRecord]) -> tuple[Load, list[li
         steps += 1
         now = time.perf_counter()
         if int(step.rows.counts.max(initial=0)) == 1:
-            decode_s.append(now - last)
-            host_s.append(now - last - waited)
+            decodes.append((len(step.rows.slots), now - last, now - last - waited))
         last, waited = now, 0.0
     total = time.perf_counter() - begun
     inputs = sum(len(record.prompt) for record in records)
-    return Load(total, inputs, outputs, steps, tuple(decode_s), tuple(host_s)), found
+    return Load(total, inputs, outputs, steps, tuple(decodes)), found
 
 
 def nano_vllm_workload(count: int = 256, most: int = 1024, least: int = 100, vocab: int = 10000) -> list[RequestRecord]:

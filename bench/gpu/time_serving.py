@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from stage import Stage, Table
 
 COLUMNS = [
     *("model", "graphs", "requests", "input_tokens", "output_tokens", "seconds", "tokens_per_s", "steps"),
-    *("decode_step_ms", "host_ms"),
+    *("decode_rows", "decode_step_ms", "host_ms"),
 ]
 
 
@@ -31,6 +30,7 @@ def run_model(stage: Stage, path: Path, name: str, config: Mapping[str, Any], or
         wanted = sum(record.sampling.max_tokens for record in records)
         if load.output_tokens != wanted:
             raise AssertionError(f"{load.output_tokens} tokens came, {wanted} were asked for")
+        rows, step_s, host_s = load.typical()
         table.add(
             model=name,
             graphs="on" if graphs else "off",
@@ -40,8 +40,9 @@ def run_model(stage: Stage, path: Path, name: str, config: Mapping[str, Any], or
             seconds=load.seconds,
             tokens_per_s=load.tokens_per_s,
             steps=load.steps,
-            decode_step_ms=1e3 * statistics.median(load.decode_s),
-            host_ms=1e3 * statistics.median(load.host_s),
+            decode_rows=rows,
+            decode_step_ms=1e3 * step_s,
+            host_ms=1e3 * host_s,
         )
         del engine
         gc.collect()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -96,14 +95,14 @@ def measure(stage: Stage, table: Table, with_graphs: Engine, without: Engine, se
     table.add(seqs=seqs, part="sum", calls=count, us=1e6 * total, ratio_to_parts=1.0, host_us_per_call=per_call)
     for engine, graphs in ((with_graphs, "on"), (without, "off")):
         load = serve(engine, even_workload(seqs, length, outputs, engine.spec.vocab_size, 0.6))
-        seconds = statistics.median(load.decode_s)
+        _, seconds, host_s = load.typical()
         table.add(
             seqs=seqs,
             graphs=graphs,
             part="step",
             us=1e6 * seconds,
             ratio_to_parts=seconds / total,
-            host_us_per_call=1e6 * statistics.median(load.host_s) / count,
+            host_us_per_call=1e6 * host_s / count,
         )
 
 
