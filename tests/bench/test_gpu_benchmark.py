@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "bench" / "gpu"), str(ROOT / "tests" / "executor")]
 
+import stage as gpu_stage  # noqa: E402
 import summary  # noqa: E402 - a folder of scripts
+import time_prefill  # noqa: E402
 from late_device import LateDevice  # noqa: E402 - tests of the executor have it
 from models import QWEN3_06B, answers, build, even_workload, nano_vllm_workload  # noqa: E402 - a folder of scripts
 from sections import SECTIONS, Job, Outcome, Process  # noqa: E402
@@ -132,6 +136,78 @@ def test_with_results_that_come_late_the_answers_are_the_same() -> None:
     assert tokens == answers(plain, records)[1]
     assert (load.input_tokens, load.output_tokens) == (10, 6)
     assert load.steps == 3  # where lengths alone end sequences, none is planned in vain
+
+
+class PretendedEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, after: PretendedEvent) -> float:
+        return 1e3 * (after.at_s - self.at_s)
+
+
+class PretendedStream:
+    def wait_stream(self, other: object) -> None:
+        assert isinstance(other, PretendedStream)
+
+
+class PretendedGraph:
+    captured: ClassVar[list[PretendedGraph]] = []
+
+    def replay(self) -> None:
+        self.replays = getattr(self, "replays", 0) + 1
+
+
+@contextlib.contextmanager
+def pretended_capture(graph: PretendedGraph) -> Iterator[None]:
+    PretendedGraph.captured.append(graph)
+    yield
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A stage that takes the CPU for a GPU: what only a GPU runs is carried out, if with nothing behind it."""
+    pretended_cuda: dict[str, Any] = {
+        "Event": PretendedEvent,
+        "Stream": PretendedStream,
+        "CUDAGraph": PretendedGraph,
+        "graph": pretended_capture,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": PretendedStream,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    for name, value in pretended_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(gpu_stage, "FLUSH_BYTES", 1 << 12)
+    PretendedGraph.captured.clear()
+    stage = Stage("tiny")
+    stage.mode = "gpu"
+    return stage
+
+
+def test_timing_on_a_gpu(pretended: Stage) -> None:
+    calls = []
+    timing = pretended.time(lambda: calls.append(1), 5)
+    assert len(calls) == 3  # twice before the capture, once in it
+    assert [graph.replays for graph in PretendedGraph.captured] == [7]
+    assert 0 <= timing.low_s <= timing.median_s <= timing.high_s
+    pretended.time(lambda: calls.append(1), 5, graph=False, cold=False)
+    assert len(calls) == 10
+    pretended.wait()
+
+
+def test_torch_s_own_attention(pretended: Stage) -> None:
+    """A CPU has a flash attention too; where a way does not work, another one is taken, and at last none."""
+    for queries in (8, 24):
+        seconds = time_prefill.torchs(pretended, time_prefill.Case(1, queries, 24, (2, 1), dim=64), "flash")
+        assert seconds > 0
+    assert math.isnan(time_prefill.torchs(pretended, time_prefill.Case(1, 24, 24, (2, 1), dim=64), "cudnn"))
+    assert math.isnan(time_prefill.torchs(pretended, time_prefill.Case(1, 24, 24, (2, 1), dim=64, window=8), "flash"))
 
 
 def test_nothing_is_needed_that_comes_with_an_installation(tmp_path: Path) -> None:
