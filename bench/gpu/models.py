@@ -160,6 +160,8 @@ def build(
     limits = {"max_model_len": length, "max_tokens": tokens, "max_seqs": seqs, "max_logits": seqs}
     model = Transformer(spec, weights, kernels, cache, DtypePlan(dtype, dtype, dtype), device=device, **limits)
     runner = Runner(model, kernels, cache, max_num_seqs=seqs, max_model_len=length)
+    if stage.mode == "gpu":
+        runner.warm_up()
     if graphs:
         begun = time.perf_counter()
         runner.capture_graphs(graph_sizes(seqs))
