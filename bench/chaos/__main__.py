@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from chaos_client import Clients, Told
@@ -58,6 +59,10 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
     verdict = Verdict()
     try:
         await stack.start()
+        if not await stack.can_resume():
+            # A client whose gateway dies can then only begin again.
+            saboteur.without("-gateway", "-client")
+            jobs = [replace(job, resumable=False, watched=False) for job in jobs]
         start_s = time.monotonic()
         reference = await _clients(stack, args.seed).play(jobs, args.at_once)
         _say_failures("the reference run", reference)

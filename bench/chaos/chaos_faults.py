@@ -69,9 +69,13 @@ class Saboteur:
         }
         if stack.sizes.appendfsync == "always":
             # Then nothing is lost that anyone has been told of.
-            del self._kinds["lose-redis"]
+            self.without("lose-redis")
         if only:
             self._kinds = {name: kind for name, kind in self._kinds.items() if name.startswith(tuple(only))}
+
+    def without(self, *endings: str) -> None:
+        """Never do what ends so."""
+        self._kinds = {name: kind for name, kind in self._kinds.items() if not name.endswith(endings)}
 
     async def work(self, count: int, every_s: float, still: Callable[[], bool]) -> None:
         """Do harm ``count`` times, about every so many seconds, as long as ``still`` holds; then undo all of it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import redis.asyncio
 from chaos_aof import AppendOnlyFile
+from chaos_http import Exchange
 from chaos_process import Process
 from chaos_proxy import Proxy
 
@@ -112,6 +113,11 @@ class ChaosStack:
         """Wait until every gateway says so."""
         for port in self._gateway_ports:
             await _until(partial(_is_ready, port), f"the gateway on {port}", timeout_s)
+
+    async def can_resume(self) -> bool:
+        """Whether gateways let clients go on where a connection broke."""
+        async with Exchange(self._gateway_ports[0], "GET", "/openapi.json") as exchange:
+            return b"/v1/streams/" in await exchange.body()
 
     async def stop(self) -> dict[str, int]:
         """Stop everything, the last started first; exit statuses by name."""
