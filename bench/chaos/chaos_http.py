@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 # Gateways hold the head of an answer back until there is something to say.
-HEAD_TIMEOUT_S = 30.0
+HEAD_TIMEOUT_S = 15.0
 
 
 class BrokenError(ConnectionError):
