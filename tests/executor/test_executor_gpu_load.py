@@ -54,10 +54,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are not tried: here they give no figures, and the interpreter takes its time over them."""
+    monkeypatch.setattr(Runner, "warm_up", lambda runner: None)
+
+
 def loaded(folder: Path, device: PretendedGpu, **flags: Any) -> LoadedModel:
     return load_model(load_settings(ExecutorSettings, model=str(folder), **LIMITS | flags), "e", device)
 
 
+@pytest.mark.usefixtures("untried")
 def test_pages_fill_what_is_left(folder: Path) -> None:
     device = PretendedGpu()
     info = loaded(folder, device).info
@@ -78,6 +85,7 @@ def test_pages_fill_what_is_left(folder: Path) -> None:
         ({"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 50 * PAGE}, 3, 200),
     ],
 )
+@pytest.mark.usefixtures("untried")
 def test_settings_of_a_gpu(folder: Path, flags: dict[str, Any], graphs: int, blocks: int) -> None:
     device = PretendedGpu()
     assert loaded(folder, device, **flags).info.num_device_blocks == blocks
@@ -92,6 +100,7 @@ def test_settings_of_a_gpu(folder: Path, flags: dict[str, Any], graphs: int, blo
         ({"kv_cache_memory_bytes": TOTAL}, "--kv-cache-memory-bytes: .* does not fit"),
     ],
 )
+@pytest.mark.usefixtures("untried")
 def test_memory_that_does_not_suffice(folder: Path, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         loaded(folder, PretendedGpu(), **flags)
@@ -107,7 +116,7 @@ def test_a_step_that_does_not_fit_names_the_setting(folder: Path, monkeypatch: p
 
 
 def test_what_is_loaded_generates_as_on_a_cpu(folder: Path) -> None:
-    """A prompt and decodes from graphs: greedy tokens equal those of the CPU's kernels."""
+    """Steps tried, then a prompt, and decodes from graphs: greedy tokens equal those of the CPU's kernels."""
     prompt = random_tokens(11, 2)
     flags = {"num_gpu_blocks_override": 40, "num_threads": 1}
     models = [
