@@ -68,10 +68,9 @@ def test_steps_under_way_and_graphs_by_triton(folder: Path) -> None:
     assert kernels.replayed == 2
 
 
-@pytest.mark.parametrize("page_dtype", ["fp8", "int8"])
-def test_quantised_pages(folder: Path, page_dtype: str) -> None:
-    """The first tokens of prompts in one chunk see no rounded keys of earlier steps alone; all equal those of single steps."""
-    kernels = make_kernels("triton", 16, BLOCK)
+@pytest.mark.parametrize(("backend", "page_dtype"), [("reference", "fp8"), ("triton", "int8")])
+def test_quantised_pages(folder: Path, backend: str, page_dtype: str) -> None:
+    kernels = make_kernels(backend, 16, BLOCK)
     got = outputs(make(folder, kernels, LateDevice(3), page_dtype))
     assert tokens(got) == tokens(outputs(make(folder, kernels, None, page_dtype)))
     assert all(row.problem is None for output in got for row in output.rows)

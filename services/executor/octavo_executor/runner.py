@@ -220,6 +220,8 @@ class Runner:
         slots = plan.sample_slots[index]
         leaders = rows.slots[row_of]
         children = slots != leaders
+        if children.any() and np.isin(slots[children], rows.slots).any():
+            raise PlanError("a slot is sampled from the row of another one and has a row itself")
         for slot, leader in zip(slots[children].tolist(), leaders[children].tolist(), strict=True):
             self.state.fork(slot, leader)
         return Samples.of(self.state, index, row_of, slots)
