@@ -72,6 +72,20 @@ def check_admin_keys(value: list[str], info: ValidationInfo) -> list[str]:
     return value
 
 
+def check_secret(value: str) -> str:
+    """Refuse what can be guessed, or cannot travel in a header."""
+    if value and not (len(value) >= 16 and value.isascii() and value.isprintable() and value.strip() == value):
+        raise ValueError("a secret must have at least 16 printable ASCII characters, with no blank at either end")
+    return value
+
+
+def refuse_remote_code(value: bool) -> bool:
+    """Refuse to run code that comes with a model."""
+    if value:
+        raise ValueError("is refused: Octavo never runs code that comes with a model")
+    return value
+
+
 def parse_weights(value: Any) -> Any:
     """Read ``a=2,b=0.5`` as a mapping; mappings pass through."""
     if not isinstance(value, str):
@@ -94,6 +108,8 @@ NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
 CountList = Annotated[list[Annotated[int, Field(ge=1)]], NoDecode, BeforeValidator(split_counts)]
 KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
 AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_admin_keys)]
+Secret = Annotated[str, AfterValidator(check_secret)]
+NoRemoteCode = Annotated[bool, AfterValidator(refuse_remote_code)]
 Weights = Annotated[dict[str, Weight], NoDecode, BeforeValidator(parse_weights)]
 
 
@@ -113,8 +129,13 @@ class CommonSettings(BaseSettings):
     served_model_name: NameList = setting(
         [], "model", "Names clients may use, comma separated; the first one is reported. Default: the folder's name."
     )
+    trust_remote_code: NoRemoteCode = setting(
+        False, "model", "Refused: no code that comes with a model is ever run. Known so that the refusal says why."
+    )
     redis_url: RedisUrl = setting(
-        "redis://127.0.0.1:6379/0", "log", "Redis or Valkey: redis://, rediss:// or unix:// URL."
+        "redis://127.0.0.1:6379/0",
+        "log",
+        "Redis or Valkey: redis://, rediss:// or unix:// URL, with user and password where needed (see docs/security.md).",
     )
     otlp_traces_endpoint: str | None = setting(None, "observability", "OTLP/gRPC endpoint that traces are sent to.")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
@@ -125,6 +146,24 @@ class CommonSettings(BaseSettings):
     def model_name(self) -> str:
         """The name under which the services find each other and which clients are told."""
         return self.served_model_name[0] if self.served_model_name else Path(self.model).name
+
+
+class GrpcSettings(CommonSettings):
+    """The line between scheduler and executors."""
+
+    scheduler_address: str = setting(
+        DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path: the scheduler listens, executors dial."
+    )
+    executor_secret: Secret = setting(
+        "", "scheduler", "Executors must know it to attach. Better in the environment than on a command line."
+    )
+    grpc_ssl_keyfile: str | None = setting(None, "scheduler", "PEM key of this side of the gRPC line.")
+    grpc_ssl_certfile: str | None = setting(None, "scheduler", "PEM certificate (chain) of this side of the gRPC line.")
+    grpc_ssl_ca_certs: str | None = setting(
+        None,
+        "scheduler",
+        "PEM authorities that the other side's certificate must come from; a scheduler then asks for one.",
+    )
 
 
 class GatewaySettings(CommonSettings):
@@ -138,6 +177,16 @@ class GatewaySettings(CommonSettings):
     )
     admin_api_key: AdminKeyList = setting(
         [], "HTTP", "Keys that also open /v1/kv and /v1/cache/reset. Default: see docs/api.md."
+    )
+    ssl_keyfile: str | None = setting(None, "HTTP", "PEM key: with it and --ssl-certfile the API is HTTPS.")
+    ssl_certfile: str | None = setting(None, "HTTP", "PEM certificate (chain) of the API.")
+    ssl_ca_certs: str | None = setting(None, "HTTP", "PEM authorities that clients' certificates must come from.")
+    ssl_cert_reqs: int | None = setting(
+        None,
+        "HTTP",
+        "Whether clients need certificates: 0 no, 1 only good ones if any, 2 yes. Default: 2 with --ssl-ca-certs, else 0.",
+        ge=0,
+        le=2,
     )
     allowed_origins: NameList = setting(["*"], "HTTP", "Origins that browsers may call from.")
     max_request_body_bytes: Count = setting(16 << 20, "HTTP", "Larger request bodies are refused with 413.", ge=1)
@@ -163,10 +212,9 @@ class GatewaySettings(CommonSettings):
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
 
-class SchedulerSettings(CommonSettings):
+class SchedulerSettings(GrpcSettings):
     """Requests, blocks and plans."""
 
-    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path executors dial.")
     scheduling_policy: Literal["fcfs", "priority", "fair"] = setting(
         "fcfs", "scheduler", "Who runs first: by arrival, by the requests' priority, or the tenant that has had least."
     )
@@ -197,10 +245,9 @@ class SchedulerSettings(CommonSettings):
     scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
 
 
-class ExecutorSettings(CommonSettings):
+class ExecutorSettings(GrpcSettings):
     """Weights, pages and the forward pass."""
 
-    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path of the scheduler.")
     executor_name: str = setting(
         socket.gethostname(), "scheduler", "Name of this executor, stable across restarts (default: the host's name)."
     )

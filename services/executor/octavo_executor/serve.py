@@ -15,6 +15,7 @@ from octavo_executor.step_loop import StepLoop
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import ExecutorSettings, SettingError
 from octavo_shared.telemetry import setup_logging
+from octavo_shared.tls import channel_credentials, metadata_of
 
 __all__ = ["LoadedModel", "load_model", "run"]
 
@@ -28,6 +29,7 @@ def run(settings: ExecutorSettings) -> int:
     setup_logging("executor", settings.log_level)
     incarnation = mint_incarnation()
     try:
+        credentials = channel_credentials(settings)
         model = load_model(settings, incarnation)
     except (SettingError, ModelError) as error:
         logger.error("%s", error)
@@ -43,7 +45,7 @@ def run(settings: ExecutorSettings) -> int:
         info.num_host_blocks * info.block_bytes / 2**30,
         info.max_model_len,
     )
-    session = Session(settings.scheduler_address, info)
+    session = Session(settings.scheduler_address, info, credentials=credentials, metadata=metadata_of(settings))
     logged = LoggedMark(session.send)
     outbox = Outbox(
         settings.redis_url,
