@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from octavo_shared.errors import SettingError as SettingError
 from octavo_shared.records import MAX_CHOICES, MAX_PROMPTS
 
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
@@ -291,10 +292,6 @@ class ExecutorSettings(GrpcSettings):
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
-
-
-class SettingError(ValueError):
-    """A setting is wrong; the message names it."""
 
 
 S = TypeVar("S", bound=CommonSettings)
