@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plan_maker import MAX_SEQS, PlanMaker, Running, ints, moves
 from tiny_models import random_tokens
@@ -90,7 +90,37 @@ class Traffic:
         self._resume()
         while len(self.plans) < self._steps and len(self.maker.running) < MAX_SEQS and chance() < 0.5:
             self._admit()
+        if (leader := self._leader()) is not None:
+            return replace(self._fork(leader), **more)
         return self.maker.plan(self._rows(), **more)
+
+    def _leader(self) -> Running | None:
+        """One that can compute the rest of its prompt and have it sampled into another slot too."""
+        if len(self.maker.running) == MAX_SEQS or self._random.random() < 0.7:
+            return None
+        for sequence in self.maker.running.values():
+            prompt, _, drawn = self._requests[sequence.serial]
+            if (
+                sequence.known == len(prompt) > sequence.computed
+                and not drawn
+                and self._pages(sequence, 100) < len(self.maker.free)
+            ):
+                return sequence
+        return None
+
+    def _fork(self, leader: Running) -> StepPlan:
+        """What a choice of the same request draws, it draws from the same row; both then write behind shared pages."""
+        prompt, sampling, _ = self._requests[leader.serial]
+        plan, (child,) = self.maker.fork(leader, [(sampling, self._random.randrange(1000))])
+        self._by_serial[child.serial] = child
+        self._requests[child.serial] = (prompt, sampling, [])
+        return plan
+
+    def _pages(self, sequence: Running, count: int) -> int:
+        """What the next plan takes for ``count`` tokens: new pages, and a copy of a shared one."""
+        at, count = sequence.computed // self.maker.block, min(count, sequence.known - sequence.computed)
+        shared = at < len(sequence.table) and self.maker.holders[sequence.table[at]] > 1
+        return -(-(sequence.computed + count) // self.maker.block) - len(sequence.table) + shared
 
     def _admit(self) -> None:
         prompt = random_tokens(self._random.choice([1, 3, 15, 16, 17, 40]), self._random.randrange(10**6))
@@ -133,7 +163,7 @@ class Traffic:
             if not wanted or sequence.over or (full and self._random.random() < 0.8):
                 continue
             count = min(wanted, self._random.choice([wanted, 7, 16]), budget)
-            pages = -(-(sequence.computed + count) // self.maker.block) - len(sequence.table)
+            pages = self._pages(sequence, count)
             if count and pages <= len(self.maker.free) and self._random.random() < 0.9:
                 rows.append((sequence, count))
                 budget -= count

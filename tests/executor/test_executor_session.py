@@ -315,6 +315,7 @@ def test_a_plan_is_launched_before_the_step_before_it_is_collected(
 ) -> None:
     """Where the device has room for two steps; what comes of them is the same, in the same order."""
     plans = make_plans(loaded, 5)
+    loaded.reset()
     expected = [loaded.execute(plan).result.tokens.tolist() for plan in plans]
     order: list[tuple[str, int]] = []
     with attached(late, valkey, tmp_path) as (end, line):

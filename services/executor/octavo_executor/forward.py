@@ -120,7 +120,7 @@ class StepForward:
         inputs.np_slots[:total] = state.tables[slot, position // block] * block + position % block
 
     def hidden(self, rows: Ints, lane: Lane) -> HiddenRows:
-        return HiddenRows(rows, None if self._device.host_memory else lane.uploads.put(rows).device)
+        return HiddenRows(rows, None if self._device.host_memory else lane.uploads.put(rows))
 
     def logits(self, hidden: HiddenRows) -> Work:
         model, count = self._model, len(hidden.rows)

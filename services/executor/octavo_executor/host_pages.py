@@ -171,8 +171,8 @@ class StagedMoves:
 def _staged(moves: PageMoves, uploads: Arena, *, on_host: bool) -> Pair | None:
     if not len(moves):
         return None
-    source, destination = (uploads.put(np.array(x, np.int32)) for x in (moves.source, moves.destination))
-    return (source.host, destination.host) if on_host else (source.device, destination.device)
+    place = uploads.lay if on_host else uploads.put
+    return place(np.array(moves.source, np.int32)), place(np.array(moves.destination, np.int32))
 
 
 def _check_moves(phase: str, moves: PageMoves, source: str, sources: int, destination: str, destinations: int) -> None:

@@ -6,6 +6,7 @@ collected it: nothing is written over while the device may still look at it, and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,8 +41,11 @@ class Arena(Protocol):
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Shared:
         """Memory that is the step's until ``clear``."""
 
-    def put(self, values: Values) -> Shared:
-        """Memory whose host's side holds ``values`` from now on, the device's once ``send`` has happened."""
+    def put(self, values: Values) -> Tensor:
+        """A tensor of the device that holds ``values`` once ``send`` has happened."""
+
+    def lay(self, values: Values) -> Tensor:
+        """A tensor of the host that holds ``values``, and from which the device reads them by itself."""
 
     def send(self) -> None:
         """Enqueue the copy of all that was put, on the stream of steps."""
@@ -60,9 +64,11 @@ class HostArena:
         tensor = torch.empty(shape, dtype=dtype)
         return Shared(tensor, tensor)
 
-    def put(self, values: Values) -> Shared:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return Shared(tensor, tensor)
+    def put(self, values: Values) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def lay(self, values: Values) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values))
 
     def send(self) -> None:
         pass
@@ -79,16 +85,16 @@ class _Piece:
 
     def __init__(self, device: Tensor, host: Tensor, reserved: int = 0) -> None:
         self.device, self.host = device, host
+        self.words: npt.NDArray[np.int32] = host.numpy()
         self.reserved = self.used = reserved
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Shared | None:
-        count = torch.Size(shape).numel()
-        words = -(-count * dtype.itemsize // 4)
-        if self.used + words > len(self.host):
+    def take(self, words: int) -> slice | None:
+        """Room for ``words``."""
+        at = self.used
+        if at + words > len(self.words):
             return None
-        at, self.used = self.used, self.used + -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
-        device, host = (side[at : at + words].view(dtype)[:count].view(shape) for side in (self.device, self.host))
-        return Shared(device, host)
+        self.used = at + -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
+        return slice(at, at + words)
 
 
 class StagedArena:
@@ -105,24 +111,38 @@ class StagedArena:
     @property
     def header(self) -> npt.NDArray[np.int32]:
         """The host's side of the reserved words."""
-        view: npt.NDArray[np.int32] = self._pieces[0].host.numpy()[: self._pieces[0].reserved]
-        return view
+        return self._pieces[0].words[: self._pieces[0].reserved]
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Shared:
-        for piece in self._pieces:
-            if (found := piece.take(shape, dtype)) is not None:
-                return found
-        words = max(self._words, torch.Size(shape).numel() * dtype.itemsize // 4 + 2)
-        memory = (self._device.empty((words,), torch.int32), self._device.pinned((words,), torch.int32))
-        self._pieces.append(_Piece(*memory))
-        found = self._pieces[-1].take(shape, dtype)
-        assert found is not None
-        return found
+        count = math.prod(shape)
+        piece, at = self._room(count * dtype.itemsize)
+        device, host = (side[at].view(dtype)[:count].view(shape) for side in (piece.device, piece.host))
+        return Shared(device, host)
 
-    def put(self, values: Values) -> Shared:
-        memory = self.take(values.shape, DTYPES[values.dtype.type])
-        memory.host.numpy()[...] = values
-        return memory
+    def put(self, values: Values) -> Tensor:
+        piece, at = self._filled(values)
+        return piece.device[at].view(DTYPES[values.dtype.type]).view(values.shape)
+
+    def lay(self, values: Values) -> Tensor:
+        piece, at = self._filled(values)
+        return piece.host[at].view(DTYPES[values.dtype.type]).view(values.shape)
+
+    def _filled(self, values: Values) -> tuple[_Piece, slice]:
+        piece, at = self._room(values.nbytes)
+        piece.words[at].view(values.dtype)[:] = values.ravel()
+        return piece, at
+
+    def _room(self, bytes_: int) -> tuple[_Piece, slice]:
+        words = -(-bytes_ // 4)
+        for piece in self._pieces:
+            if (found := piece.take(words)) is not None:
+                return piece, found
+        size = max(self._words, words)
+        piece = _Piece(self._device.empty((size,), torch.int32), self._device.pinned((size,), torch.int32))
+        self._pieces.append(piece)
+        found = piece.take(words)
+        assert found is not None
+        return piece, found
 
     def send(self) -> None:
         used = self._used()

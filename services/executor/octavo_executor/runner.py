@@ -251,7 +251,7 @@ class Runner:
                 target = state.tokens[slot, start + done + 1 : start + done + 1 + n]
                 wanted = np.full(n, state.prompt_logprobs[slot], np.int32)
                 scores = self._sampler.scores(wanted, step.lane)
-                step.prompts.append(PromptPart(hidden, step.lane.uploads.put(target).device, scores, kept))
+                step.prompts.append(PromptPart(hidden, step.lane.uploads.put(target), scores, kept))
 
     def _score(self, prompt: PromptPart) -> Work:
         return lambda: prompt.scores.run(self._model.last_logits(len(prompt.hidden.rows)), prompt.target)

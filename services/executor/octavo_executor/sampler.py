@@ -30,14 +30,15 @@ class Scores:
         """``wanted`` int32[R] alternatives of each row."""
         rows, self._width = len(wanted), min(int(wanted.max(initial=0)), vocab)
         self._kernels = kernels
-        self._wanted = lane.uploads.put(np.minimum(wanted, self._width).astype(np.int32))
+        self._wanted = np.minimum(wanted, self._width).astype(np.int32)
+        self._top_n = lane.uploads.put(self._wanted)
         shapes = (((rows,), torch.float32), ((rows,), torch.int32))
         tops = (((rows, self._width), torch.int32), ((rows, self._width), torch.float32))
         self._results = [lane.results.take(shape, dtype) for shape, dtype in (*shapes, *tops)]
 
     def run(self, logits: Tensor, target: Tensor) -> None:
         """Of ``target`` int32[R] under ``logits`` [R, V]."""
-        scored = self._kernels.logprobs(logits, target, self._wanted.device, self._width)
+        scored = self._kernels.logprobs(logits, target, self._top_n, self._width)
         found = (scored.logprob, scored.rank, scored.top_ids, scored.top_logprobs)
         for result, tensor in zip(self._results, found, strict=True):
             result.device.copy_(tensor)
@@ -45,7 +46,7 @@ class Scores:
     def read(self) -> list[TokenLogprobs]:
         """What came of it."""
         logprobs, ranks, ids, values = (result.host.tolist() for result in self._results)
-        wanted = self._wanted.host.tolist()
+        wanted = self._wanted.tolist()
         return [
             TokenLogprobs(logprob, rank, tuple(zip(ids[r][:n], values[r][:n], strict=True)))
             for r, (logprob, rank, n) in enumerate(zip(logprobs, ranks, wanted, strict=True))
@@ -94,7 +95,7 @@ class BeamDraw:
 
     kernels: Kernels
     rows: SampleRows
-    wanted: Shared  # int32[R]
+    wanted: Tensor  # int32[R]
     ids: Shared  # int32[R, N]
     logprobs: Shared  # float32[R, N]
     found: Shared  # int32[R]
@@ -102,7 +103,7 @@ class BeamDraw:
 
     def run(self, logits: Tensor) -> None:
         """List them from ``logits`` [R, V]."""
-        scored = self.kernels.candidates(logits, self.rows, self.wanted.device, self.ids.device.shape[1])
+        scored = self.kernels.candidates(logits, self.rows, self.wanted, self.ids.device.shape[1])
         for result, tensor in (
             (self.ids, scored.ids),
             (self.logprobs, scored.logprobs),
@@ -136,7 +137,7 @@ class Sampler:
         if scored.size:
             scores = Scores(self._kernels, wanted[scored], self._vocab, lane)
             if scored.size < len(slots):
-                index = lane.uploads.put(scored.astype(np.int32)).device
+                index = lane.uploads.put(scored.astype(np.int32))
         token, status = (lane.results.take((len(slots),), dtype) for dtype in (torch.int32, torch.uint8))
         return Draw(self._kernels, rows, self._appends, token, status, scored, index, scores)
 
@@ -170,7 +171,7 @@ class Sampler:
         state = self._state
 
         def put(values: npt.NDArray[np.generic]) -> Tensor:
-            return lane.uploads.put(values).device
+            return lane.uploads.put(values)
 
         counts = put(state.num_tokens[slots])
         bias_start, bias_ids, bias_values = self._bias(slots)

@@ -59,8 +59,8 @@ class DeviceTables:
     def _staged(self, pieces: _Pieces, table: Tensor, uploads: Arena) -> Work | None:
         if not pieces.segments:
             return None
-        segments = uploads.put(np.array(pieces.segments, np.int32)).device
-        words = uploads.put(np.concatenate(pieces.words)).device
+        segments = uploads.put(np.array(pieces.segments, np.int32))
+        words = uploads.put(np.concatenate(pieces.words))
         longest = pieces.longest
         return lambda: self._kernels.write_rows(table, segments, words, longest)
 
