@@ -10,7 +10,8 @@ from typing import Protocol
 
 from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox, StepAppend
-from octavo_executor.session import Session
+from octavo_executor.page_names import PageNameTable
+from octavo_executor.session import LineLost, Session
 from octavo_executor.step_work import Launched
 from octavo_shared.plan import NO_BYTES, NO_INTS, StepOutput, StepPlan, StepResult
 from octavo_shared.wire import Farewell, Resync, Welcome
@@ -56,12 +57,15 @@ class StepLoop:
     then goes from one step to the next without asking the host. Whatever else comes finds no step under way.
     """
 
-    def __init__(self, runner: StepRunner, session: Session, outbox: Outbox, logged: LoggedMark) -> None:
-        """``logged`` is what the outbox reports to."""
+    def __init__(
+        self, runner: StepRunner, session: Session, outbox: Outbox, logged: LoggedMark, names: PageNameTable
+    ) -> None:
+        """``logged`` is what the outbox reports to; ``names`` says what the runner's pages hold."""
         self._runner = runner
         self._session = session
         self._outbox = outbox
         self._logged = logged
+        self._names = names
         self._term = 0
         self._epoch = 0
         self._next_step = 1
@@ -89,7 +93,9 @@ class StepLoop:
             self._collect_all()
             if message is None or isinstance(message, Farewell):
                 return
-            if isinstance(message, Welcome):
+            if isinstance(message, LineLost):
+                self._line_lost()
+            elif isinstance(message, Welcome):
                 self._begin(message)
             else:
                 self._refuse(message)
@@ -109,10 +115,19 @@ class StepLoop:
             logger.warning("a scheduler of term %d welcomes us, but term %d has spoken", welcome.term, self._term)
             return
         self._term, self._epoch, self._next_step, self._epoch_failed = welcome.term, welcome.epoch, 1, False
-        self._session.epoch, self._session.step = welcome.epoch, 0
+        self._session.at_rest(welcome.epoch)
         self._runner.reset()
         self._logged.begin(welcome.epoch)
         logger.info("attached in term %d, epoch %d", welcome.term, welcome.epoch)
+
+    def _line_lost(self) -> None:
+        """Whoever planned is gone, or thinks that we are: no plan that has come counts any more."""
+        if self._session.draining:
+            # Its sequences go on elsewhere, as after any loss.
+            self._session.close()
+            return
+        self._epoch_failed = True
+        self._session.park(self._names.offers())
 
     def _is_current(self, plan: StepPlan) -> bool:
         """Whether somebody waits for an answer: not if it is of a scheduler or an epoch that is over."""
@@ -129,6 +144,8 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan, *, wait_s: float, queued_s: float) -> None:
         self._logged.stepping()
+        self._session.began()
+        self._names.apply(plan)
         try:
             launched = self._runner.launch(plan)
         except Exception as error:
@@ -155,13 +172,17 @@ class StepLoop:
             output.result.timings, wait_s=step.wait_s, queued_s=step.queued_s, publish_s=self._outbox.append_s
         )
         self._session.send(replace(output.result, timings=timings, logged_step=self._logged.take()))
-        self._session.step = plan.step
         self._outbox.put(StepAppend(plan.term, plan.epoch, plan.step, output.rows))
+        # Only now: while the log is out of reach and the outbox full, this step lasts.
+        self._session.done(plan.step)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
         if self._epoch_failed:
             return
         self._epoch_failed = True
+        # Who knows what it has written.
+        self._names.clear()
+        self._session.at_rest(self._epoch)
         message = f"{type(error).__name__}: {error}"
         self._session.send(StepResult(plan.term, plan.epoch, plan.step, NO_INTS, NO_INTS, NO_BYTES, True, message))
