@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -182,6 +181,8 @@ class CpuDevice:
         return None
 
     def memory(self) -> DeviceMemory:
+        import psutil  # a GPU's host may lack it
+
         memory = psutil.virtual_memory()
         return DeviceMemory(memory.available, memory.total)
 

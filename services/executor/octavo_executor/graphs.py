@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from octavo_executor.device import Device, Work
-from octavo_shared.settings import SettingError
+from octavo_shared.errors import SettingError
 
 logger = logging.getLogger(__name__)
 
