@@ -94,6 +94,9 @@ class _Session:
             self._outgoing.put_nowait(Refusal(f"cannot be understood: {error}"))
         except asyncio.CancelledError:
             raise
+        except grpc.aio.BaseError as error:
+            # Our own server is stopping.
+            logger.debug("the line to an executor has ended: %s", error)
         except Exception:
             logger.exception("executor %s: its message could not be handled", self._info.name if self._info else "?")
         finally:
