@@ -10,9 +10,11 @@ from late_device import LateDevice
 from plan_maker import PlanMaker, make_kernels, make_runner
 from tiny_models import random_tokens, save_tiny_model
 
+from octavo_executor.batch import BatchState
 from octavo_executor.device import Device
 from octavo_executor.graphs import DecodeGraphs, graph_sizes
 from octavo_executor.runner import Runner
+from octavo_executor.warm_up import warm_up_plans
 from octavo_kernels import Kernels
 from octavo_shared.plan import StepOutput
 from octavo_shared.records import SamplingParams
@@ -95,6 +97,19 @@ def test_a_warm_up_fills_a_step_and_leaves_nothing(folder: Path, device: LateDev
         maker.finish(sequence)
         drawn.append(sequence.tokens)
     assert drawn[0] == drawn[1]
+
+
+def test_a_warm_up_has_a_long_sequence_where_there_can_be_one() -> None:
+    state = BatchState(max_seqs=4, max_model_len=2000, block_size=16, num_blocks=100, eos=frozenset())
+    rows = []
+    for plan in warm_up_plans(state, 1500, 0):
+        state.apply(plan)
+        state.num_computed[plan.row_slots] = plan.row_starts + plan.row_tokens
+        state.expect(plan.sample_slots)
+        rows.append((len(plan.row_slots), int(plan.row_starts[0]), int(plan.row_tokens[0])))
+        needed = state.num_computed[plan.row_slots]
+        assert (state.table_len[plan.row_slots] * 16 >= needed).all()
+    assert rows == [(4, 0, 375), (4, 375, 1), (1, 376, 1), (1, 0, 1024), (1, 1024, 1)]
 
 
 def test_graphs_by_number_of_rows() -> None:

@@ -28,16 +28,19 @@ SAMPLING = SamplingParams(
 )
 
 
+# A sequence of so many tokens has its keys split among programs, which takes kernels of their own; one of half as many just so.
+LONG_TOKENS = 1024
+
+
 def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterator[StepPlan]:
     """As many prompt tokens as a step may have, of as many sequences as there may be; decodes of all of them, and of one;
-    every kind of page move. All sequences write into the same pages: what they compute is of no use.
+    every kind of page move; a long sequence alone, if there can be one. All sequences write into the same pages: what they
+    compute is of no use.
     """
     slots = np.arange(state.num_slots, dtype=np.int32)
-    count = max(1, min(max_tokens // len(slots), state.max_model_len - 4, state.num_blocks * state.block_size - 4))
-    blocks = np.arange(-(-(count + 3) // state.block_size), dtype=np.int32)
-    admit = tuple(_sequence(slot, count, state.max_model_len) for slot in slots.tolist())
-    grow: dict[str, Any] = {"grow_slots": np.repeat(slots, len(blocks)), "grow_blocks": np.tile(blocks, len(slots))}
-    yield StepPlan(0, 0, 1, admit=admit, **grow, **_rows(slots, 0, count))
+    room = min(state.max_model_len, state.num_blocks * state.block_size) - 4
+    count = max(1, min(max_tokens // len(slots), room))
+    yield StepPlan(0, 0, 1, **_begun(state, slots, count))
     yield StepPlan(0, 0, 2, **_rows(slots, count, 1))
     moves: dict[str, Any] = {}
     if state.num_blocks > 1:
@@ -45,6 +48,21 @@ def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterat
     if host_pages:
         moves |= {"copy_out": _move(0, 0), "restores": _move(0, 0)}
     yield StepPlan(0, 0, 3, **moves, **_rows(slots[:1], count + 1, 1))
+    long = min(max_tokens, room, LONG_TOKENS)
+    if long > LONG_TOKENS // 2:
+        yield StepPlan(0, 0, 4, release=slots, **_begun(state, slots[:1], long))
+        yield StepPlan(0, 0, 5, **_rows(slots[:1], long, 1))
+
+
+def _begun(state: BatchState, slots: Int32Array, count: int) -> dict[str, Any]:
+    """New sequences of ``count`` tokens, computed at once."""
+    blocks = np.arange(-(-(count + 3) // state.block_size), dtype=np.int32)
+    return {
+        "admit": tuple(_sequence(slot, count, state.max_model_len) for slot in slots.tolist()),
+        "grow_slots": np.repeat(slots, len(blocks)),
+        "grow_blocks": np.tile(blocks, len(slots)),
+        **_rows(slots, 0, count),
+    }
 
 
 def _sequence(slot: int, count: int, max_model_len: int) -> NewSequence:
