@@ -153,6 +153,20 @@ class GatewaySettings(CommonSettings):
     admin_timeout_s: float = setting(
         5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False
     )
+    stream_resume_ttl: float = setting(
+        120.0, "HTTP", "For how long after its end a stream can be had again (seconds); 0 = not at all.", ge=0, le=86400
+    )
+    disconnect_grace: float = setting(
+        0.0,
+        "HTTP",
+        "How long a request goes on after its client has left (seconds); for clients that say that they come back, as long "
+        "as --stream-resume-ttl.",
+        ge=0,
+        le=86400,
+    )
+    drain_timeout: float = setting(
+        15.0, "HTTP", "How long a gateway that is told to stop waits for its streams to end (seconds).", ge=0, le=86400
+    )
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
 

@@ -282,11 +282,29 @@ class Stage:
         answer = self.post(path, stream=True, **body)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
-        events = answer.text.split("\n\n")
-        assert events[-1] == ""
-        assert events[-2] == "data: [DONE]"
-        assert all(event.startswith("data: ") for event in events[:-1])
-        return [event.removeprefix("data: ") for event in events[:-2]]
+        events = read_events(answer.text)
+        assert events[-1].data == "[DONE]"
+        return [event.data for event in events[:-1]]
+
+
+@dataclass(frozen=True)
+class SseEvent:
+    """A server-sent event: its id ("" = none) and its data."""
+
+    id: str
+    data: str
+
+
+def read_events(text: str) -> list[SseEvent]:
+    """The events of a stream, which must be whole."""
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        assert set(fields) <= {"id", "data"}, block
+        events.append(SseEvent(fields.get("id", ""), fields["data"]))
+    return events
 
 
 def eventually(condition: Callable[[], Any], what: str, limit_s: float = 15.0) -> Any:
@@ -299,12 +317,9 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = 15.0) -
 
 
 @contextmanager
-def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
-    """A gateway in a thread and its engine, ready to serve."""
-    flags = {"model": str(MODEL_FOLDER), "served_model_name": [name], "redis_url": redis_url, "port": 0, **flags}
-    settings = load_settings(GatewaySettings, **flags)
+def run_gateway(settings: GatewaySettings) -> Iterator[tuple[Server, asyncio.AbstractEventLoop]]:
+    """A gateway in a thread, until the end."""
     server = Server(settings)
-
     loops: list[asyncio.AbstractEventLoop] = []
 
     def serve() -> None:
@@ -313,12 +328,35 @@ def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
             runner.run(server.serve())
 
     thread = threading.Thread(target=serve, daemon=True)
-    with Engine(redis_url, name) as engine:
-        thread.start()
-        eventually(lambda: server.started, "the gateway listens")
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
-            eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
-            yield Stage(server, engine, client, settings, loops[0])
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    thread.start()
+    eventually(lambda: server.started, "the gateway listens")
+    yield server, loops[0]
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def second_gateway(stage: Stage, **flags: Any) -> Iterator[Stage]:
+    """Another gateway beside the stage's, on the same log."""
+    settings = stage.settings.model_copy(update=flags)
+    with (
+        run_gateway(settings) as (server, loop),
+        httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30, headers=stage.client.headers) as client,
+    ):
+        eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
+        yield Stage(server, stage.engine, client, settings, loop)
+
+
+@contextmanager
+def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
+    """A gateway in a thread and its engine, ready to serve."""
+    flags = {"model": str(MODEL_FOLDER), "served_model_name": [name], "redis_url": redis_url, "port": 0, **flags}
+    settings = load_settings(GatewaySettings, **flags)
+    with (
+        Engine(redis_url, name) as engine,
+        run_gateway(settings) as (server, loop),
+        httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client,
+    ):
+        eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
+        yield Stage(server, engine, client, settings, loop)

@@ -315,7 +315,9 @@ def test_an_error_mid_stream_is_an_event_then_done(stage: Stage) -> None:
     assert answer.status_code == 200
     events = answer.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    error = json.loads(events[-3].removeprefix("data: "))["error"]
+    error = json.loads(next(line for line in reversed(events) if line.startswith("data: {")).removeprefix("data: "))[
+        "error"
+    ]
     assert error == {
         "message": "The executor is gone.",
         "type": "InternalServerError",
