@@ -99,6 +99,12 @@ def _keys(argv: list[str]) -> int:
     return make_key(argv)
 
 
+def _certs(argv: list[str]) -> int:
+    from octavo.certs import make_certs
+
+    return make_certs(argv)
+
+
 COMMANDS = {
     "serve": Command("serve a model: everything in one", _serve),
     "gateway": Command("run the HTTP API alone", _service("gateway")),
@@ -108,6 +114,7 @@ COMMANDS = {
     "pull": Command("fetch and convert a model without serving it", _pull),
     "convert": Command("convert a GGUF file", _convert),
     "keys": Command("make an API key for a tenant", _keys),
+    "certs": Command("make certificates to try TLS with", _certs),
 }
 
 

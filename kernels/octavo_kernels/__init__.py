@@ -5,6 +5,8 @@ from octavo_kernels.interface import (
     AttentionExtras,
     AttentionShape,
     Candidates,
+    Fp8Rows,
+    Int4Rows,
     Kernels,
     LinearWeight,
     Logprobs,
@@ -14,6 +16,7 @@ from octavo_kernels.interface import (
     SampleStatus,
     StepBounds,
     StepRows,
+    WeightRows,
 )
 from octavo_kernels.select import UnsupportedShapeError, choose_kernels
 
@@ -22,6 +25,8 @@ __all__ = [
     "AttentionExtras",
     "AttentionShape",
     "Candidates",
+    "Fp8Rows",
+    "Int4Rows",
     "Kernels",
     "LinearWeight",
     "Logprobs",
@@ -32,5 +37,6 @@ __all__ = [
     "StepBounds",
     "StepRows",
     "UnsupportedShapeError",
+    "WeightRows",
     "choose_kernels",
 ]

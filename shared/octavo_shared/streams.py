@@ -22,6 +22,7 @@ from typing import Any
 
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
@@ -73,8 +74,25 @@ class NoGroupError(RuntimeError):
     """The model stream has no consumer group (any more)."""
 
 
+class _FailsAsConnection:
+    """Mixed into a connection class: a transport that has been closed meanwhile is a lost connection like any other.
+
+    uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        try:
+            await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        except RuntimeError as error:
+            raise RedisConnectionError(str(error)) from error
+
+
 class _PatientPool(redis.asyncio.BlockingConnectionPool):
     """Connections for whoever comes first. When all are busy one waits; the plain pool raises as if Redis were away."""
+
+    def __init__(self, *, connection_class: type[AbstractConnection] = redis.asyncio.Connection, **kwargs: Any) -> None:
+        kind = type(connection_class.__name__, (_FailsAsConnection, connection_class), {})
+        super().__init__(connection_class=kind, **kwargs)
 
     async def release(self, connection: AbstractConnection) -> None:
         # A release that is cancelled half-way would never give the connection back.

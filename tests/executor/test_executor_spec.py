@@ -91,7 +91,7 @@ def test_windows() -> None:
         ({"architectures": None}, "none named"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"hidden_act": "relu"}, "relu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "GPTQ with 3 bits"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_is(change: dict[str, Any], message: str) -> None:

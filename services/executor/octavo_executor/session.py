@@ -15,6 +15,7 @@ from octavo_shared.entries import MalformedEntryError
 from octavo_shared.plan import ExecutorInfo, StepPlan
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.tls import Metadata
 from octavo_shared.wire import (
     KEEPALIVE_OPTIONS,
     Farewell,
@@ -47,9 +48,23 @@ class RefusedError(RuntimeError):
 class Session:
     """The line to the scheduler. Its thread reads; the executor's main thread takes what came with ``receive``."""
 
-    def __init__(self, address: str, info: ExecutorInfo) -> None:
+    def __init__(
+        self,
+        address: str,
+        info: ExecutorInfo,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+    ) -> None:
+        """``metadata`` goes with every call; without ``credentials`` the line is plain text."""
         self._info = info
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._metadata = metadata
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            # A socket's path is no name that a certificate could be for.
+            name = [("grpc.ssl_target_name_override", "localhost")] if address.startswith("unix:") else []
+            self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *name])
         self._stub = executor_pb2_grpc.SchedulerStub(self._channel)
         self._incoming: queue.SimpleQueue[tuple[float, FromScheduler | None]] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[FromExecutor | None] = queue.SimpleQueue()
@@ -104,7 +119,7 @@ class Session:
             self._outgoing = queue.SimpleQueue()
             self._outgoing.put(replace(self._info, highest_term=self.highest_term))
             try:
-                for raw in self._stub.Attach(self._messages(self._outgoing)):
+                for raw in self._stub.Attach(self._messages(self._outgoing), metadata=self._metadata):
                     message = from_scheduler(raw)
                     if isinstance(message, Welcome):
                         retry_s = _FIRST_RETRY_S
@@ -113,6 +128,8 @@ class Session:
                 why = "the scheduler hung up"
             except grpc.RpcError as error:
                 why = error.details() if isinstance(error, grpc.Call) else str(error)
+                if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    self._incoming.put((time.perf_counter(), Refusal(why)))
             except MalformedEntryError as error:
                 why = f"the scheduler cannot be understood: {error}"
             self._outgoing.put(None)

@@ -19,6 +19,7 @@ from octavo_gateway.gateway import Gateway
 from octavo_gateway.http_protocol import BoundedHttpProtocol
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.telemetry import setup_logging
+from octavo_shared.tls import https_requirement
 
 # How long streams may take to hear of their end when the process is told to stop.
 SHUTDOWN_S = 3
@@ -32,6 +33,8 @@ class Server(uvicorn.Server):
     """A uvicorn server that ends what lives before it waits for connections to finish."""
 
     def __init__(self, settings: GatewaySettings) -> None:
+        """Raises SettingError when the model's folder, the key file or the certificates cannot be used."""
+        requirement = https_requirement(settings)
         app = create_app(settings)
         self.gateway: Gateway = app.state.gateway
         super().__init__(
@@ -46,6 +49,10 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=SHUTDOWN_S,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                ssl_cert_reqs=requirement,
             )
         )
 
@@ -63,7 +70,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host = self.config.host
-            logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, self.port)
+            scheme = "https" if self.config.is_ssl else "http"
+            logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, self.port)
 
     def stop(self) -> None:
         """Take nothing new, let what lives end for up to ``--drain-timeout``, then stop. Said again, it stops at once."""

@@ -16,6 +16,7 @@ from octavo_shared.entries import MalformedEntryError
 from octavo_shared.plan import PROTOCOL_VERSION, ExecutorInfo, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.tls import leaves_machine, may_attach
 from octavo_shared.wire import (
     KEEPALIVE_OPTIONS,
     FromScheduler,
@@ -56,6 +57,9 @@ class AttachServicer(executor_pb2_grpc.SchedulerServicer):
         self, request_iterator: AsyncIterator[pb.ExecutorMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.SchedulerMessage]:
         """Serve one executor: its messages are taken in by a task beside, plans are yielded from here."""
+        if not may_attach(self._service.settings, context.invocation_metadata()):
+            logger.warning("a caller from %s does not know the executors' secret; refused", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the executors' secret is missing or wrong")
         outgoing: Outgoing = asyncio.Queue()
         session = _Session(self._service, outgoing)
         reader = asyncio.create_task(session.read(request_iterator))
@@ -172,7 +176,9 @@ class _Session:
         self._begin()
 
 
-async def start_server(service: SchedulerService, address: str) -> tuple[grpc.aio.Server, int]:
+async def start_server(
+    service: SchedulerService, address: str, credentials: grpc.ServerCredentials | None
+) -> tuple[grpc.aio.Server, int]:
     """Listen on ``host:port`` or ``unix:path``; returns the server and the port (0 for a socket).
 
     Raises:
@@ -180,6 +186,11 @@ async def start_server(service: SchedulerService, address: str) -> tuple[grpc.ai
     """
     server = grpc.aio.server(options=[*_OPTIONS, *KEEPALIVE_OPTIONS])
     executor_pb2_grpc.add_SchedulerServicer_to_server(AttachServicer(service), server)
-    port = server.add_insecure_port(address)
+    if credentials is None:
+        if leaves_machine(address):
+            logger.warning("executors are spoken with in plain text on %s; see --grpc-ssl-certfile", address)
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, credentials)
     await server.start()
     return server, port

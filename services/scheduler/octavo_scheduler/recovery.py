@@ -80,8 +80,10 @@ async def _read_to_fences(
     while awaited:
         page = await streams.read_log(log, after)
         if page.last_id == after:
-            # Gone (an operator's flush): nothing was delivered that we know of.
+            # The gateway has trimmed them away meanwhile: they are part of its snapshot, which has been read. (Or all is gone,
+            # by an operator's flush: then nothing was delivered that we know of.)
             states.update({key: fold.get(*key) for key in awaited})
+            searches.update({serial: fold.beams[serial] for serial, _ in awaited if serial in fold.beams})
             break
         after = page.last_id
         for event in page.events:
@@ -91,7 +93,8 @@ async def _read_to_fences(
             del awaited[key]
             states[key] = fold.get(*key)
             search = fold.beams.get(event.serial)
-            # Another attempt's: a scheduler of a later term has been faster, and nothing that is said here will count.
-            if search is not None and search.attempt == event.attempt:
+            if search is not None:
                 searches[event.serial] = search
-    return states, searches
+    attempts = {fence.serial: fence.attempt for fence in fences}
+    # Another attempt's: a scheduler of a later term has been faster, and nothing that is said here will count.
+    return states, {serial: search for serial, search in searches.items() if search.attempt == attempts[serial]}

@@ -25,6 +25,7 @@ from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
 from octavo_shared.telemetry import Tracing, setup_logging
+from octavo_shared.tls import server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ class SchedulerProcess:
     """Everything one scheduler process owns."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        """Raises SettingError when the certificates cannot be used."""
         self.settings = settings
+        self._credentials = server_credentials(settings)
         self.incarnation = mint_incarnation()
         self.streams = Streams.connect(settings.redis_url, settings.model_name)
         self.tracing = Tracing("scheduler", settings.otlp_traces_endpoint, self.incarnation)
@@ -62,7 +65,7 @@ class SchedulerProcess:
         self.service = service
         await self.streams.create_group()
         await service.take_over(await self.streams.claim_pending(self.incarnation))
-        server, port = await start_server(service, self.settings.scheduler_address)
+        server, port = await start_server(service, self.settings.scheduler_address, self._credentials)
         logger.info("term %d, listening on %s (port %d)", term, self.settings.scheduler_address, port)
         intake = Intake(service, self.streams, self.incarnation)
         try:
@@ -163,7 +166,11 @@ async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
 
 
 def run(settings: SchedulerSettings) -> int:
-    """Run a scheduler until SIGINT or SIGTERM; returns the exit status."""
+    """Run a scheduler until SIGINT or SIGTERM; returns the exit status.
+
+    Raises:
+        SettingError: the certificates cannot be used.
+    """
     setup_logging("scheduler", settings.log_level)
 
     async def main() -> None:
