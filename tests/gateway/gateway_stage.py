@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 
 from octavo_gateway.serve import Server
 from octavo_shared.entries import decode_request, encode_fences, encode_tokens
-from octavo_shared.fold import FenceEvent
+from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt
 from octavo_shared.plan import OutputRow
 from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord, TokenLogprobs
@@ -92,8 +92,10 @@ def default_reply(record: RequestRecord, choice: int) -> Reply:
 class Engine:
     """The scripted engine, in a thread of its own."""
 
-    def __init__(self, redis_url: str, model: str) -> None:
+    def __init__(self, redis_url: str, model: str, *, takes_over: bool = False, attempt: int = 1) -> None:
         self._url = redis_url
+        self._takes_over = takes_over
+        self._attempt = attempt
         self._model = model
         self.reply: Callable[[RequestRecord, int], Reply] = default_reply
         self.limits = ModelLimits(model, MAX_MODEL_LEN, POOL_TOKENS, VOCAB_SIZE, True, executors=1, term=TERM)
@@ -140,12 +142,26 @@ class Engine:
 
     async def _take_requests(self) -> None:
         while not self._stop.is_set():
-            for entry_id, payload in await self._streams.read_requests("engine", count=64, block_ms=100):
+            taken = await self._streams.claim_pending("engine") if self._takes_over else []
+            goes_on, self._takes_over = self._takes_over, False
+            for entry_id, payload in taken or await self._streams.read_requests("engine", count=64, block_ms=100):
                 record = decode_request(payload)
                 self.records.append(record)
                 key = (record.id.log, record.id.serial)
                 self._entries[key] = entry_id
                 self._live[key] = [Live(record, choice, self.reply(record, choice)) for choice in range(record.n)]
+                if record.readmitted or goes_on:
+                    await self._go_on(self._live[key])
+
+    async def _go_on(self, choices: list[Live]) -> None:
+        """As a scheduler: what is in the log is not said again."""
+        fold, after = LogFold(), "0"
+        while (page := await self._streams.read_log(choices[0].record.id.log, after)).last_id != after:
+            fold.apply_all(page.events)
+            after = page.last_id
+        for live in choices:
+            state = fold.get(live.record.id.serial, live.choice)
+            live.at, live.ended = len(state.tokens), bool(state.end)
 
     async def _take_aborts(self) -> None:
         after: bytes | str = "0-0"
@@ -199,8 +215,7 @@ class Engine:
         entry = encode_tokens([row], term=TERM, executor="engine", epoch=1, step=1)
         await self._streams.append_log(live.record.id.log, entry)
 
-    @staticmethod
-    def _row(live: Live, position: int, tokens: tuple[int, ...], end: EndReason) -> OutputRow:
+    def _row(self, live: Live, position: int, tokens: tuple[int, ...], end: EndReason) -> OutputRow:
         sampling, reply = live.record.sampling, live.reply
         logprobs = None
         if sampling.logprobs is not None:
@@ -215,7 +230,7 @@ class Engine:
         return OutputRow(
             live.record.id,
             live.choice,
-            1,
+            self._attempt,
             position,
             tokens,
             end,
