@@ -34,6 +34,10 @@ _STREAM_HEADERS = [
 ]
 
 
+# What is rendered before the client has taken what it was sent, apart from the chunk of one choice.
+MOST_BYTES = 1 << 16
+
+
 class Answer(Response):
     """The HTTP answer of one submission, streamed or in one piece.
 
@@ -155,6 +159,7 @@ class Answer(Response):
                     await self._send(send, [], last=True)
                 return
             chunks: list[bytes] = []
+            size = 0
             for slot, delta in self._advance(dirty):
                 if not slot.began:
                     slot.began = True
@@ -164,6 +169,11 @@ class Answer(Response):
                 if chunk := renderer.chunk(slot, delta.text, delta.start, delta.stop):
                     self._ids.told(slot.index, slot.view.tokens, ended=slot.view.finish_reason is not None)
                     chunks += (self._ids.line(), chunk)
+                    size += len(chunk)
+                if size > MOST_BYTES:
+                    # A client that has not read for a while: much has come, and is rendered as it is taken.
+                    await self._send(send, chunks)
+                    chunks, size = [], 0
             if self._failure is not None:
                 if not self._started:
                     raise ApiError(self._failure)
