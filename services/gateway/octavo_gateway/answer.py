@@ -300,7 +300,10 @@ class Answer(Response):
                 self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         self._gateway.unfollow(self._watcher)
         self._gateway.pressure.give_back(self._ticket)
-        self._gateway.rates.settle(self._charge, self._cost_tokens())
+        if self._position is None:
+            # Who may come back has paid for what is still to be made; coming back costs nothing.
+            least = self._charge.tokens if left and grace_s else 0
+            self._gateway.rates.settle(self._charge, max(least, self._cost_tokens()))
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from redis.exceptions import RedisError
 
 from octavo_gateway.backoff import Backoff
 from octavo_gateway.watcher import Watcher
+from octavo_shared.entries import encode_snapshot
 from octavo_shared.fold import Changed, ChoiceFold, FenceEvent, LogEvent, LogFold
 from octavo_shared.ids import Attempt, RequestId
-from octavo_shared.records import EndReason, Problem
+from octavo_shared.records import EndReason, Problem, RequestRecord
 from octavo_shared.streams import LogPage, Streams
 
 BLOCK_MS = 1000
@@ -97,11 +99,26 @@ class LogFollower:
         self._run_id = run_id
 
     async def _recover(self) -> None:
+        """Append again what is owed and what was delivered; the scheduler sees the one only after the other."""
+        for record in self._owed():
+            serial = record.id.serial
+            states = [
+                self._fold.choices[serial, index].snapshot(serial, index)
+                for index in range(record.n)
+                if (serial, index) in self._fold.choices
+            ]
+            snapshot = encode_snapshot(states) if states else b""
+            await self._streams.readmit(replace(record, readmitted=True), snapshot)
         for (serial, index), choice in self._fold.choices.items():
             if serial in self._watchers and choice.tokens:
                 self._delivered[serial, index] = choice.tokens
         self._fold = LogFold()
         self._after = "0-0"
+
+    def _owed(self) -> list[RequestRecord]:
+        """Requests that are to be appended again should Redis have lost them."""
+        records = {record.id: record for watcher in self.watchers for record in watcher.records}
+        return [record for record in records.values() if not self.has_ended(record.id.serial, record.n)]
 
     async def _tidy(self, *, quiet: bool) -> None:
         """Whatever else there is to do between pages."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
 
 from redis.exceptions import RedisError
 
@@ -13,7 +12,6 @@ from octavo_gateway.aborts import Aborts
 from octavo_gateway.log_follower import LogFollower
 from octavo_gateway.watcher import Watcher
 from octavo_shared.compaction import compact
-from octavo_shared.entries import encode_snapshot
 from octavo_shared.fold import LogEvent
 from octavo_shared.ids import RequestId, mint_incarnation
 from octavo_shared.records import RequestRecord
@@ -66,10 +64,6 @@ class LogReader(LogFollower):
             self._choices.setdefault(request_id.serial, watcher.n)
         super().follow(watcher)
 
-    def remembers(self, request_id: RequestId) -> bool:
-        """Whether the log still has to do with a request."""
-        return request_id.serial in self._choices
-
     def check_integrity(self) -> None:
         """Raises AssertionError when the bookkeeping contradicts itself."""
         watched = set(self._watchers)
@@ -103,17 +97,8 @@ class LogReader(LogFollower):
                 continue
             await asyncio.sleep(self._lease_s / 3)
 
-    async def _recover(self) -> None:
-        """Append again what is owed and what was delivered; the scheduler sees the one only after the other."""
-        for serial, record in list(self._records.items()):
-            states = [
-                self._fold.choices[serial, index].snapshot(serial, index)
-                for index in range(record.n)
-                if (serial, index) in self._fold.choices
-            ]
-            snapshot = encode_snapshot(states) if states else b""
-            await self._streams.readmit(replace(record, readmitted=True), snapshot)
-        await super()._recover()
+    def _owed(self) -> list[RequestRecord]:
+        return list(self._records.values())
 
     def _take(self, page: LogPage) -> None:
         if page.last_id != self._after:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -126,18 +125,15 @@ async def _adopt(gateway: Gateway, standings: Sequence[Standing]) -> int:
 
 
 def _follow(gateway: Gateway, watcher: Watcher, standings: Sequence[Standing]) -> None:
-    own = watcher.ids[0].log == gateway.reader.incarnation
-    ended: dict[RequestId, LogFold] = defaultdict(LogFold)
-    for standing in standings:
-        if standing.end:
-            ended[standing.record.id].apply_all(standing.end)
-    if not own:
-        gateway.foreign_logs.follow(watcher)
-    elif any(gateway.reader.remembers(one) for one in watcher.ids):
-        gateway.reader.follow(watcher)
-    for fold in ended.values():
-        for (serial, index), choice in fold.choices.items():
-            watcher.changed(serial, index, choice)
+    if not all(standing.end for standing in standings):
+        if watcher.ids[0].log == gateway.reader.incarnation:
+            gateway.reader.follow(watcher)
+        else:
+            gateway.foreign_logs.follow(watcher)
+    # What is no longer in the log is found with the requests.
+    ended = LogFold().apply_all(event for standing in standings for event in standing.end)
+    for (serial, index), choice in ended.choices.items():
+        watcher.changed(serial, index, choice)
 
 
 async def find_idempotent(gateway: Gateway, caller: Caller, key: str) -> RequestId | None:
