@@ -233,7 +233,7 @@ def left_keys(stage: Stage) -> list[str]:
 
 
 def test_what_is_kept_is_kept_for_its_time_only(make_stage: MakeStage) -> None:
-    with make_stage(stream_resume_ttl=1.5) as stage:
+    with make_stage(stream_resume_ttl=4) as stage:
         body = {"prompt": [1, 2], "max_tokens": 4}
         first = stage.client.post("/v1/completions", json=body, headers={"Idempotency-Key": "k"})
         name = first.json()["id"]
