@@ -71,7 +71,7 @@ def serve(args: argparse.Namespace) -> int:
             values["scheduler_address"] = f"unix:{instance.socket_path('scheduler.sock')}"
         redis = None
         if not is_set("redis_url", flags):
-            redis = EmbeddedRedis(instance)
+            redis = EmbeddedRedis(instance, appendfsync=gateway.redis_appendfsync)
             values["redis_url"] = redis.url
         address = Address(_reachable(gateway.host), port, _probe_context(gateway))
         settings = load_settings(SchedulerSettings, **only_of(SchedulerSettings, values))

@@ -25,6 +25,10 @@ class Keys:
         return self._key("aborts")
 
     @property
+    def life(self) -> str:
+        return self._key("term", "life")
+
+    @property
     def term(self) -> str:
         return self._key("term")
 

@@ -41,12 +41,15 @@ redis.call('HSET', KEYS[2], 'entry', redis.call('XADD', KEYS[1], '*', 'e', ARGV[
 return 1
 """
 
-# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now. KEYS: the model stream, the lease,
+# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now, or Redis has been restarted since
+# and may have forgotten the end that was logged. KEYS: the model stream, the lease,
 # the requests of the answer, perhaps their idempotency key. ARGV: the consumer group, the entry, who is to hold the lease
-# ('' = no matter), how many requests, which of them it is, how long the answer is kept (ms), its first id. The life times
+# and in which life of Redis ('' = no matter), how many requests, which of them it is, how long the answer is kept (ms), its first id. The life times
 # begin with the last of them.
 FINISH = """
-if ARGV[3] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[3] then return 0 end
+local holder, life = string.match(ARGV[3], '^(%S+) ?(%S*)')
+if holder and redis.call('GET', KEYS[2]) ~= holder then return 0 end
+if life and life ~= '' and not string.find(redis.call('INFO', 'server'), life, 1, true) then return 0 end
 local entry = redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2])[1]
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])
@@ -120,10 +123,25 @@ redis.call('XTRIM', KEYS[1], 'MINID', '=', at)
 return at
 """
 
-# Atomic, so that two schedulers that ask at once never get the same term.
+# Atomic, so that two schedulers that ask at once never get the same term. A Redis that has been restarted may have forgotten
+# the last ones it has given: then so many are left out that none is given twice. KEYS: the term, in which life of Redis the
+# last one was given.
 NEXT_TERM = """
-if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
-return redis.call('INCR', KEYS[1])
+local life = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+local term = tonumber(redis.call('GET', KEYS[1]) or '0')
+local before = redis.call('GET', KEYS[2])
+if before and before ~= life then term = term + 1000 end
+redis.call('SET', KEYS[2], life)
+term = math.max(term, tonumber(ARGV[1])) + 1
+redis.call('SET', KEYS[1], string.format('%.0f', term))
+return term
+"""
+
+# Take a lease that is free or one's own already: the answer to an earlier try may have been lost.
+TAKE = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 
 # Renew or release a lease, but only one's own.

@@ -138,6 +138,11 @@ class CommonSettings(BaseSettings):
         "log",
         "Redis or Valkey: redis://, rediss:// or unix:// URL, with user and password where needed (see docs/security.md).",
     )
+    redis_appendfsync: Literal["always", "everysec"] = setting(
+        "everysec",
+        "log",
+        "When the Redis that `octavo serve` starts has what it was told on disk: before it answers, or within a second.",
+    )
     otlp_traces_endpoint: str | None = setting(None, "observability", "OTLP/gRPC endpoint that traces are sent to.")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "observability", "Least severe log lines shown."
@@ -257,12 +262,23 @@ class SchedulerSettings(GrpcSettings):
         "Requests beyond so many tokens of queued work get 429; 0 = no bound (default: 16 times the KV cache, at least 256K).",
         ge=0,
     )
-    scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+    scheduler_lease_s: float = setting(5.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+    executor_lease_s: float = setting(
+        10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds).", gt=0
+    )
+    step_timeout_s: float = setting(
+        300.0, "scheduler", "An executor whose step takes longer is let go (seconds).", gt=0, allow_inf_nan=False
+    )
 
 
 class ExecutorSettings(GrpcSettings):
     """Weights, pages and the forward pass."""
 
+    scheduler_address: str = setting(
+        DEFAULT_SCHEDULER_ADDRESS,
+        "scheduler",
+        "host:port or unix:path of the scheduler; of several, comma separated, whichever answers.",
+    )
     executor_name: str = setting(
         socket.gethostname(), "scheduler", "Name of this executor, stable across restarts (default: the host's name)."
     )
@@ -305,6 +321,9 @@ class ExecutorSettings(GrpcSettings):
         None, "scheduler", "Most tokens computed in one step (default 8192 on a GPU, 2048 on a CPU).", ge=1
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
+    drain_timeout_s: float = setting(
+        10.0, "scheduler", "How long an executor told to stop waits to be relieved of its sequences (seconds).", ge=0
+    )
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
 
 

@@ -113,6 +113,7 @@ class Streams:
         self._abort = client.register_script(scripts.ABORT)
         self._trim = client.register_script(scripts.TRIM)
         self._next_term = client.register_script(scripts.NEXT_TERM)
+        self._take = client.register_script(scripts.TAKE)
         self._renew = client.register_script(scripts.RENEW)
         self._release = client.register_script(scripts.RELEASE)
 
@@ -214,20 +215,14 @@ class Streams:
             raise
         return _entries(reply)
 
+    async def newest_request(self) -> bytes:
+        """The id of the newest entry that the model stream ever had."""
+        info: Any = await self.client.xinfo_stream(self.keys.requests)
+        return bytes(info["last-generated-id"])
+
     async def num_pending(self) -> int:
         """Entries of the model stream that have been read and are not acknowledged yet."""
         return int((await self.client.xpending(self.keys.requests, GROUP))["pending"])
-
-    async def read_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
-        """Everything a consumer has been sent and has not acknowledged, once more (b"" for what has been deleted)."""
-        entries: list[tuple[bytes, bytes]] = []
-        after: bytes | str = "0"
-        while True:
-            page = _entries(await self.client.xreadgroup(GROUP, consumer, {self.keys.requests: after}, count=256))
-            if not page:
-                return entries
-            entries += page
-            after = page[-1][0]
 
     async def claim_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
         """Take over every pending entry, whoever had it (only for the holder of a fresh lease)."""
@@ -240,15 +235,18 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(self, entry_id: bytes, record: RequestRecord | None, holder: str = "") -> bool:
+    async def finish_request(
+        self, entry_id: bytes, record: RequestRecord | None, holder: str = "", life: str = ""
+    ) -> bool:
         """Acknowledge and delete an entry whose every choice has its end in the log.
 
-        With ``holder`` only while that one holds the scheduler's lease; False when it does not. Who has been replaced unawares
-        may have logged an end that counts for nothing. Once every request of an answer is acknowledged, they and the
+        With ``holder`` only while that one holds the scheduler's lease, in this ``life`` of Redis (a run id) if one is given;
+        False when not. Who has been replaced unawares may have logged an end that counts for nothing, and a Redis that was
+        restarted may have forgotten it. Once every request of an answer is acknowledged, they and the
         idempotency key that names them are kept for as long as their records say.
         """
         keys = [self.keys.requests, self.keys.lease]
-        args: list[str | bytes | int] = [GROUP, entry_id, holder]
+        args: list[str | bytes | int] = [GROUP, entry_id, f"{holder} {life}" if holder else ""]
         if record is not None:
             siblings = record.siblings
             keys += [*map(self.keys.request, siblings), *self._idempotency(record)]
@@ -340,8 +338,8 @@ class Streams:
     # --- leases and what is published ---
 
     async def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
-        """Take a lease if it is free."""
-        return bool(await self.client.set(key, holder, nx=True, px=int(ttl_s * 1000)))
+        """Take a lease if it is free, or ours already."""
+        return bool(await self._take(keys=[key], args=[holder, int(ttl_s * 1000)]))
 
     async def renew_lease(self, key: str, holder: str, ttl_s: float) -> bool:
         """Keep a lease; False when it is no longer ours."""
@@ -353,7 +351,7 @@ class Streams:
 
     async def next_term(self, at_least: int = 0) -> int:
         """A term greater than every one before, and than ``at_least``."""
-        return int(await self._next_term(keys=[self.keys.term], args=[at_least]))
+        return int(await self._next_term(keys=[self.keys.term, self.keys.life], args=[at_least]))
 
     async def publish_limits(self, limits: ModelLimits) -> None:
         """Tell gateways what can be served."""
@@ -372,6 +370,11 @@ class Streams:
     async def publish_metrics(self, service: str, exposition: bytes) -> None:
         """A service's metrics in Prometheus' text format, for gateways to serve."""
         await self.client.hset(self.keys.metrics, service, exposition)
+
+    async def let_published_expire(self, service: str, after_s: float = 5.0) -> None:
+        """A scheduler leaves: its metrics go, what it said of limits is forgotten unless another one says it again."""
+        await self.client.pexpire(self.keys.limits, int(after_s * 1000))
+        await self.client.hdel(self.keys.metrics, service)
 
     async def read_metrics(self) -> dict[bytes, bytes]:
         """Every service's metrics."""

@@ -33,13 +33,13 @@ from octavo_shared.records import Int32Array
 # Both ends of the line ask whether the other still answers. A machine that is switched off, a cut network or a frozen
 # process sends no end of stream: without this the other side would wait for ever.
 KEEPALIVE_OPTIONS = [
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # By default that many questions are taken for an attack, and the other side hangs up.
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_500),
     ("grpc.http2.max_ping_strikes", 0),
 ]
 

@@ -21,6 +21,7 @@ from tiny_models import random_tokens, save_tiny_model
 
 from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox
+from octavo_executor.page_names import PageNameTable
 from octavo_executor.runner import Runner
 from octavo_executor.session import Session
 from octavo_executor.step_loop import StepLoop
@@ -103,7 +104,7 @@ class Line:
 
     def __init__(self, runner: Runner, valkey: str, address: str) -> None:
         info = ExecutorInfo("e", "e-1", "m", "f", 80, 16, 200, 6, 128, 131)
-        self.session = Session(address, info)
+        self.session = Session([address], info)
         # What was said of the log outside results.
         self.said: list[Logged] = []
         self.mark = LoggedMark(self._say)
@@ -113,7 +114,9 @@ class Line:
         self._changed = threading.Condition()
         self._outbox = Outbox(valkey, "m", "e-1", 8, logged=self._note, broken=self.session.close)
         gated = Gated(runner, lambda plan: self.before(plan), lambda output: self.after(output))
-        self._thread = threading.Thread(target=StepLoop(gated, self.session, self._outbox, self.mark).run, daemon=True)
+        self._thread = threading.Thread(
+            target=StepLoop(gated, self.session, self._outbox, self.mark, PageNameTable(80, 0, 16)).run, daemon=True
+        )
         self._thread.start()
 
     def _say(self, message: Logged) -> None:

@@ -41,7 +41,7 @@ def tls(certs: Path, who: str, *, own: bool = True, authority: str = "ca") -> di
 
 def attach(address: str, **flags: Any) -> Session:
     settings = load_settings(ExecutorSettings, scheduler_address=address, **flags)
-    return Session(address, INFO, credentials=channel_credentials(settings), metadata=metadata_of(settings))
+    return Session([address], INFO, credentials=channel_credentials(settings), metadata=metadata_of(settings))
 
 
 async def outcome(session: Session, timeout_s: float = 5.0) -> str:

@@ -331,7 +331,8 @@ def test_only_the_lease_holder_finishes_requests(run: Run) -> None:
         await s.take_lease(s.keys.lease, "new", 60)
         assert not await s.finish_request(entry_id, record(1), "old")
         assert await s.unfinished([RequestId("g", 1)]) == [True]
-        assert await s.finish_request(entry_id, record(1), "new")
+        assert not await s.finish_request(entry_id, record(1), "new", "another-life")
+        assert await s.finish_request(entry_id, record(1), "new", await s.run_id())
         assert await s.unfinished([RequestId("g", 1)]) == [False]
         assert await s.claim_pending("new") == []
 
@@ -556,6 +557,18 @@ def test_terms_only_rise(run: Run) -> None:
         terms = [await s.next_term(), await s.next_term(), await s.next_term(10), await s.next_term(3)]
         assert terms == [1, 2, 11, 12]
         assert await s.next_term(12) == 13
+
+    run(scenario)
+
+
+def test_a_restarted_redis_gives_no_term_twice(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        first = await s.next_term()
+        # As after a restart that has forgotten the last terms: they were given in another life.
+        await s.client.set(s.keys.life, "another")
+        second = await s.next_term()
+        assert second > first + 500
+        assert await s.next_term() == second + 1
 
     run(scenario)
 

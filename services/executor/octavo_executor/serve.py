@@ -9,11 +9,12 @@ import signal
 from octavo_executor.load import LoadedModel, load_model
 from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox
+from octavo_executor.page_names import PageNameTable
 from octavo_executor.session import RefusedError, Session
 from octavo_executor.spec import ModelError
 from octavo_executor.step_loop import StepLoop
 from octavo_shared.ids import mint_incarnation
-from octavo_shared.settings import ExecutorSettings, SettingError
+from octavo_shared.settings import ExecutorSettings, SettingError, split_list
 from octavo_shared.telemetry import setup_logging
 from octavo_shared.tls import channel_credentials, metadata_of
 
@@ -45,8 +46,15 @@ def run(settings: ExecutorSettings) -> int:
         info.num_host_blocks * info.block_bytes / 2**30,
         info.max_model_len,
     )
-    session = Session(settings.scheduler_address, info, credentials=credentials, metadata=metadata_of(settings))
+    session = Session(
+        split_list(settings.scheduler_address),
+        info,
+        settings.drain_timeout_s,
+        credentials=credentials,
+        metadata=metadata_of(settings),
+    )
     logged = LoggedMark(session.send)
+    names = PageNameTable(info.num_device_blocks, info.num_host_blocks, info.block_size)
     outbox = Outbox(
         settings.redis_url,
         settings.model_name,
@@ -56,10 +64,10 @@ def run(settings: ExecutorSettings) -> int:
         broken=session.close,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: session.close())
+        signal.signal(number, lambda *_: session.drain())
     status = 0
     try:
-        StepLoop(model.runner, session, outbox, logged).run()
+        StepLoop(model.runner, session, outbox, logged, names).run()
     except RefusedError as error:
         logger.error("the scheduler refuses this executor: %s", error)
         status = 2

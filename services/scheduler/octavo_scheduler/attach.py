@@ -13,7 +13,7 @@ from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
 from octavo_scheduler.service import SchedulerService
 from octavo_shared.entries import MalformedEntryError
-from octavo_shared.plan import PROTOCOL_VERSION, ExecutorInfo, StepResult
+from octavo_shared.plan import PROTOCOL_VERSION, CacheOffer, ExecutorInfo, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
 from octavo_shared.tls import leaves_machine, may_attach
@@ -43,6 +43,9 @@ _SIZES = {
     "vocab_size": (1, 1 << 28),
     "run_ahead": (0, 64),
 }
+
+# Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.
+MOST_OFFERS = 4096
 
 Outgoing = asyncio.Queue[FromScheduler | None]
 
@@ -79,6 +82,8 @@ class _Session:
         self._outgoing = outgoing
         self._engine: Engine | None = None
         self._info: ExecutorInfo | None = None
+        # What it said before it introduced itself of what its pages hold.
+        self._offers: list[CacheOffer] = []
 
     async def read(self, messages: AsyncIterator[pb.ExecutorMessage]) -> None:
         """Take messages in until the executor hangs up; then end the call."""
@@ -97,9 +102,13 @@ class _Session:
     def close(self, why: str) -> None:
         """The executor is gone."""
         if self._engine is not None:
-            logger.warning("executor %s left: %s", self._engine.info.name, why)
-            self._service.detach(self._engine, failed_message=why)
-            self._engine = None
+            engine, self._engine = self._engine, None
+            self._service.detach(engine, f"left: {why}")
+
+    def hang_up(self, why: str) -> None:
+        """The executor is as good as gone: end the call. If it lives it dials again."""
+        self.close(why)
+        self._outgoing.put_nowait(None)
 
     def _take(self, raw: pb.ExecutorMessage) -> None:
         message = from_executor(raw)
@@ -107,6 +116,8 @@ class _Session:
             self._introduce(message)
             return
         engine = self._engine
+        if isinstance(message, CacheOffer) and self._info is None and len(self._offers) < MOST_OFFERS:
+            self._offers.append(message)
         if engine is None:
             return
         if isinstance(message, StepResult):
@@ -132,6 +143,10 @@ class _Session:
 
     def _introduce(self, info: ExecutorInfo) -> None:
         reason = self._refusal(info)
+        if not reason and not self._service.outranks(info):
+            # It dials again, and finds a greater term.
+            self._outgoing.put_nowait(None)
+            return
         if not reason:
             self._info = info
             try:
@@ -150,8 +165,6 @@ class _Session:
             return f"it speaks protocol {info.protocol}, this scheduler {PROTOCOL_VERSION}"
         if info.model != model:
             return f"it serves {info.model!r}, this scheduler {model!r}"
-        if info.highest_term > self._service.term:
-            return f"it has seen term {info.highest_term}, this scheduler holds only {self._service.term}"
         if self._engine is not None:
             return "it has introduced itself before on this line"
         for name, (least, most) in _SIZES.items():
@@ -161,18 +174,19 @@ class _Session:
 
     def _begin(self) -> None:
         assert self._info is not None
-        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch)
+        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch, self.hang_up)
+        offers, self._offers = self._offers, []
+        self._service.adopt(engine, offers)
         self._engine = engine
         self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
         self._service.ready(engine)
 
-    def _new_epoch(self, why: str) -> None:
-        """Start afresh with the same executor: its requests resume from the log."""
+    def _new_epoch(self, why: str, *, blame: bool = True) -> None:
+        """Start afresh with the same executor: its requests resume from the log. For ``blame`` see ``detach``."""
         if self._engine is None:
             return
-        logger.error("executor %s begins a new epoch: %s", self._engine.info.name, why)
         old, self._engine = self._engine, None
-        self._service.detach(old, failed_message=why)
+        self._service.detach(old, f"begins a new epoch: {why}", blame=blame)
         self._begin()
 
 

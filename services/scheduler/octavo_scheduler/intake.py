@@ -73,20 +73,21 @@ class Intake:
             self._apply_early()
 
     async def _find_lost(self) -> None:
-        """Accept requests that were read for us in an answer that never came.
+        """Take over requests that were read in an answer that never came here.
 
-        When a connection breaks after Redis has carried a read out, what it returned is pending with this consumer and no
-        further read brings it up.
+        When a connection breaks after Redis has carried a read out, what it returned is pending and no further read brings it
+        up. And a scheduler that has been replaced without noticing may have read, or even begun, what came later.
         """
         self._looked_at = time.monotonic()
         # As of before asking: what is acknowledged meanwhile may still be in the answer.
         known = self._service.entries_in_hand()
         if await self._streams.num_pending() <= len(known):
             return
-        for entry_id, payload in await self._streams.read_pending(self._consumer):
-            if entry_id not in known:
-                logger.info("entry %s of the model stream got lost on its way here; found", entry_id.decode())
-                self._service.accept(entry_id, payload)
+        pending = await self._streams.claim_pending(self._consumer)
+        lost = [(entry_id, payload) for entry_id, payload in pending if entry_id not in known]
+        if lost:
+            logger.info("%d entries of the model stream got lost on their way here; found", len(lost))
+            await self._service.take_over(lost)
 
     async def _read_aborts(self) -> None:
         entries = await self._streams.read_aborts(self._after, block_ms=BLOCK_MS)

@@ -32,6 +32,8 @@ class Resumption:
     outputs: dict[int, list[int]]
     ended: tuple[int, ...]
     beams: BeamFold | None = None
+    # The term of a greater attempt than one's own that is current at one's own fence.
+    outranked_by: int = 0
 
 
 async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) -> list[Resumption]:
@@ -61,7 +63,11 @@ async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) 
             mine = {choice: states[live.record.id.serial, choice] for choice in running[live.record.id]}
             ended = tuple(choice for choice, state in mine.items() if state.end)
             outputs = {choice: list(state.tokens) for choice, state in mine.items() if not state.end}
-            resumed.append(Resumption(live, outputs, ended, searches.get(live.record.id.serial)))
+            own = Attempt(term, live.attempt_n)
+            greater = max(
+                (state.attempt.term for state in mine.values() if not state.end and state.attempt > own), default=0
+            )
+            resumed.append(Resumption(live, outputs, ended, searches.get(live.record.id.serial), greater))
     return resumed
 
 
