@@ -77,7 +77,7 @@ def serve(args: argparse.Namespace) -> int:
         settings = load_settings(SchedulerSettings, **only_of(SchedulerSettings, values))
         console = StackConsole()
         supervisor = Supervisor(
-            _specs(redis, settings.scheduler_address, address, values, console, gateway.drain_timeout),
+            _specs(redis, settings.scheduler_address, address, values, console, gateway.drain_timeout_s),
             show_line=console.line,
             on_ready=lambda: console.ready(_welcome(model, gateway, address, time.monotonic() - started_s)),
         )

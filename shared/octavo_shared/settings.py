@@ -226,8 +226,12 @@ class GatewaySettings(CommonSettings):
         ge=0,
         le=86400,
     )
-    drain_timeout: float = setting(
-        15.0, "HTTP", "How long a gateway that is told to stop waits for its streams to end (seconds).", ge=0, le=86400
+    drain_timeout_s: float = setting(
+        10.0,
+        "log",
+        "How long a gateway told to stop waits for its streams to end, an executor to be relieved of its sequences (seconds).",
+        ge=0,
+        le=86400,
     )
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
@@ -322,7 +326,11 @@ class ExecutorSettings(GrpcSettings):
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
     drain_timeout_s: float = setting(
-        10.0, "scheduler", "How long an executor told to stop waits to be relieved of its sequences (seconds).", ge=0
+        10.0,
+        "log",
+        "How long a gateway told to stop waits for its streams to end, an executor to be relieved of its sequences (seconds).",
+        ge=0,
+        le=86400,
     )
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
 

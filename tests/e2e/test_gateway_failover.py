@@ -227,7 +227,7 @@ def scheduler_log(cluster: Cluster) -> str:
 
 
 def test_a_gateway_that_stops_hands_over(start_cluster: Callable[..., Cluster]) -> None:
-    cluster = start_cluster("--drain-timeout", "0.3")
+    cluster = start_cluster("--drain-timeout-s", "0.3")
     first, second = cluster.urls
     body = {**BODY, "max_tokens": 480, "n": 4}
     undisturbed = Reading(body)

@@ -81,7 +81,7 @@ def reading(stage: Stage) -> Iterator[tuple[list[str], threading.Thread]]:
 def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) -> None:
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
-    with open_stage(redis.url, "m", drain_timeout=0) as stage:
+    with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
         stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
         with reading(stage) as (parts, thread):
             redis.stop()
@@ -116,7 +116,7 @@ def test_what_was_sent_and_comes_back_otherwise_is_an_error(
         await streams.close()
 
     try:
-        with open_stage(redis.url, "m", drain_timeout=0) as stage:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
             stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
             with reading(stage) as (parts, _):
                 redis.stop()

@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
             logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, self.port)
 
     def stop(self) -> None:
-        """Take nothing new, let what lives end for up to ``--drain-timeout``, then stop. Said again, it stops at once."""
+        """Take nothing new, let what lives end for up to ``--drain-timeout-s``, then stop. Said again, it stops at once."""
         if self.gateway.draining:
             self.should_exit = True
         else:
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.gateway.settings.drain_timeout
+        deadline = loop.time() + self.gateway.settings.drain_timeout_s
         logger.info("stopping: %d requests are being answered", len(self.server_state.tasks))
         while self.server_state.tasks and loop.time() < deadline and not self.should_exit:
             await asyncio.sleep(DRAIN_LOOK_S)
