@@ -169,8 +169,10 @@ class Engine:
             for entry_id, abort in await self._streams.read_aborts(after, block_ms=100):
                 after = entry_id
                 assert abort is not None
-                self.aborts.append(abort)
                 await self._streams.delete_aborts([entry_id])
+                if abort.new_owner:
+                    continue
+                self.aborts.append(abort)
                 for live in self._live.get((abort.request_id.log, abort.request_id.serial), []):
                     if not live.ended and abort.choice in (-1, live.choice):
                         await self._fence(live, EndReason.ABORT, None)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from gateway_stage import Reply, Stage, eventually, read_events
 from test_gateway_resume import told
@@ -26,6 +27,12 @@ def connect(stage: Stage, body: dict[str, object]) -> socket.socket:
     return connection
 
 
+def busy(stage: Stage) -> list[Any]:
+    """Connections with a request that has not been answered."""
+    every = [one for one in stage.server.server_state.connections if one.cycle is not None]
+    return [one for one in every if not one.cycle.response_complete]
+
+
 def test_a_client_that_does_not_read_costs_no_memory_and_gets_everything_in_the_end(make_stage: MakeStage) -> None:
     n, tokens = 32, 250
     with make_stage() as stage:
@@ -33,7 +40,7 @@ def test_a_client_that_does_not_read_costs_no_memory_and_gets_everything_in_the_
         body = {"prompt": "x", "max_tokens": tokens, "n": n, "stream": True, "logprobs": 20, "seed": 1}
         with connect(stage, body) as client:
             eventually(lambda: stage.engine.records and stage.engine.live == 0, "everything has been made")
-            (protocol,) = [one for one in stage.server.server_state.connections if one.cycle is not None]
+            (protocol,) = busy(stage)
             # Of what would be tens of megabytes little is rendered: what the transport lets wait, and one choice's rest.
             assert protocol.transport.get_write_buffer_size() < 1 << 20
             data = b""
@@ -63,7 +70,7 @@ def test_the_kernel_is_told_to_look_after_silent_connections(make_stage: MakeSta
         stage.engine.reply = lambda record, choice: Reply([70] * 3, gate=gate)
         with connect(stage, {"prompt": "x", "stream": True}):
             eventually(lambda: stage.engine.records, "the request has come")
-            (protocol,) = [one for one in stage.server.server_state.connections if one.cycle is not None]
+            (protocol,) = busy(stage)
             server_side = protocol.transport.get_extra_info("socket")
             assert server_side.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             silent_s = sum(
