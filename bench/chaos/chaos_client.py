@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chaos_http import BrokenError, Exchange
@@ -18,6 +18,8 @@ NOT_NOW = (429, 503)
 PAUSE_S = 0.2
 # Nobody is kept waiting for longer than this, whatever happens meanwhile.
 PATIENCE_S = 120.0
+# A connection on which nothing comes for so long is given up, as clients do.
+SILENCE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -47,6 +49,9 @@ class Told:
     abandoned: list[dict[int, Choice]] = field(default_factory=list)
     id: str = ""
     last_event_id: str = ""
+    # What somebody else was told who read the stream beside this client, from its beginning to its end.
+    watchers: list[Told] = field(default_factory=list)
+    left: bool = False
 
     def choice(self, index: int) -> Choice:
         """The choice with this number."""
@@ -85,7 +90,10 @@ class Clients:
         self._port = port
         self._gateways = gateways
         self._rng = random.Random(seed)
+        # Who asks again with the same key gets the same answer; another run's are others.
+        self._label = f"run-{seed}"
         self.told: list[Told] = []
+        self._watching: list[asyncio.Task[None]] = []
 
     async def play(self, jobs: list[Job], at_once: int) -> list[Told]:
         """Play all jobs; what clients were told, by job."""
@@ -102,26 +110,28 @@ class Clients:
                     told.failure = f"no end within {PATIENCE_S:g} s"
 
         await asyncio.gather(*(client() for _ in range(at_once)))
+        await asyncio.gather(*self._watching)
         return sorted(self.told, key=lambda told: told.job.index)
 
     async def _ask(self, told: Told) -> None:
         gateway = self._rng.randrange(self._gateways)
-        while not told.done and not told.failure:
+        while not told.done and not told.failure and not told.left:
             resuming = bool(told.job.resumable and told.last_event_id)
             try:
                 await self._exchange(told, self._port(gateway), resuming)
-            except BrokenError:
-                told.counts["broken"] += 1
+            except (BrokenError, TimeoutError):
+                said = "broken" if any(c.text or c.tokens or c.ends for c in told.choices.values()) else "unanswered"
+                told.counts[said] += 1
                 if not (told.job.resumable and told.last_event_id):
-                    if any(choice.text or choice.ends for choice in told.choices.values()):
-                        told.abandoned.append(told.choices)
+                    told.counts["begun again"] += said == "broken"
+                    told.abandoned.append(told.choices)
                     told.choices = {}
                 gateway = (gateway + 1) % self._gateways
                 await asyncio.sleep(PAUSE_S)
 
     async def _exchange(self, told: Told, port: int, resuming: bool) -> None:
         job = told.job
-        headers = {"X-Octavo-Resumable": "1"} if job.resumable else {}
+        headers = {"Idempotency-Key": f"{self._label}-{job.index}"} if job.resumable else {}
         if resuming:
             headers["Last-Event-ID"] = told.last_event_id
             exchange = Exchange(port, "GET", f"/v1/streams/{told.id}", headers=headers)
@@ -140,13 +150,33 @@ class Clients:
                 await self._read(told, exchange)
 
     async def _read(self, told: Told, exchange: Exchange) -> None:
-        async for event in exchange.events():
+        events = exchange.events()
+        while (event := await asyncio.wait_for(anext(events, None), SILENCE_S)) is not None:
             told.heard_s.append(time.monotonic())
             if event.id:
                 told.last_event_id = event.id
+            if told.job.leaves_after and len(told.heard_s) >= told.job.leaves_after:
+                told.left = True
+                return
             if event.data == "[DONE]":
                 told.done += 1
             else:
                 told.take(json.loads(event.data))
+                if told.job.watched and not told.watchers:
+                    watcher = Told(replace(told.job, watched=False, leaves_after=0), id=told.id)
+                    told.watchers.append(watcher)
+                    self._watching.append(asyncio.create_task(self._watch(watcher)))
         if not told.done:
             raise BrokenError("the stream ended without [DONE]")
+
+    async def _watch(self, watcher: Told) -> None:
+        """Read the same stream from its beginning, from any gateway, as a second client."""
+        headers = {"X-Octavo-Resumable": "1"}
+        port = self._port(self._rng.randrange(self._gateways))
+        try:
+            async with Exchange(port, "GET", f"/v1/streams/{watcher.id}", headers=headers) as exchange:
+                if exchange.status == 200:
+                    await self._read(watcher, exchange)
+        except (BrokenError, TimeoutError):
+            # Its line broke: what it was told so far is no whole answer.
+            watcher.counts["broken"] += 1

@@ -42,16 +42,24 @@ class Saboteur:
             "kill-executor": (3, self._kill_executor),
             "kill-scheduler": (2, self._kill_scheduler),
             "kill-both-executors": (0.5, self._kill_executors),
+            "kill-gateway": (2, self._kill_gateway),
+            "stop-executor": (1, self._stop_executor),
+            "stop-scheduler": (1, self._stop_scheduler),
+            "stop-gateway": (1, self._stop_gateway),
             "pause-executor": (2, self._pause_executor),
             "pause-scheduler": (1, self._pause_scheduler),
             "pause-scheduler-long": (1, self._pause_scheduler_long),
             "pause-gateway": (1, self._pause_gateway),
             "pause-redis": (1, self._pause_redis),
             "restart-redis": (1, self._restart_redis),
+            "lose-redis": (1, self._lose_redis),
             "cut-executor": (2, self._cut_executor),
             "cut-redis": (3, self._cut_redis),
+            "cut-client": (2, self._cut_client),
             "freeze-executor": (2, self._freeze_executor),
             "freeze-redis": (2, self._freeze_redis),
+            "freeze-client": (1, self._freeze_client),
+            "half-open-client": (1, self._half_open_client),
             "half-open-executor": (1, self._half_open_executor),
             "half-open-redis": (1, self._half_open_redis),
             "delay": (2, self._delay),
@@ -59,8 +67,15 @@ class Saboteur:
             "repeat-request": (1, self._repeat_request),
             "garbage": (1, self._garbage),
         }
+        if stack.sizes.appendfsync == "always":
+            # Then nothing is lost that anyone has been told of.
+            self.without("lose-redis")
         if only:
             self._kinds = {name: kind for name, kind in self._kinds.items() if name.startswith(tuple(only))}
+
+    def without(self, *endings: str) -> None:
+        """Never do what ends so."""
+        self._kinds = {name: kind for name, kind in self._kinds.items() if not name.endswith(endings)}
 
     async def work(self, count: int, every_s: float, still: Callable[[], bool]) -> None:
         """Do harm ``count`` times, about every so many seconds, as long as ``still`` holds; then undo all of it."""
@@ -72,7 +87,7 @@ class Saboteur:
             began_s = time.monotonic()
             try:
                 detail = await self._kinds[name][1]()
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, TimeoutError) as error:
                 detail = f"could not: {error}"
             self.happened.append(Fault(name, detail, began_s, time.monotonic()))
         self._stack.calm()
@@ -96,6 +111,29 @@ class Saboteur:
     async def _kill_scheduler(self) -> str:
         process = await self._scheduler()
         process.kill()
+        return process.name
+
+    async def _kill_gateway(self) -> str:
+        process = self._rng.choice(self._stack.gateways)
+        process.kill()
+        return process.name
+
+    async def _stop_gateway(self) -> str:
+        return await self._stop(self._rng.choice(self._stack.gateways))
+
+    async def _stop_executor(self) -> str:
+        return await self._stop(self._rng.choice(self._stack.executors))
+
+    async def _stop_scheduler(self) -> str:
+        return await self._stop(await self._scheduler())
+
+    async def _stop(self, process: Process) -> str:
+        """As in a rolling restart: asked to end, and the next one only once this one is back."""
+        started = process.starts
+        process.terminate()
+        async with asyncio.timeout(60):
+            while process.starts == started:
+                await asyncio.sleep(0.05)
         return process.name
 
     async def _scheduler(self) -> Process:
@@ -132,13 +170,26 @@ class Saboteur:
         self._stack.redis.kill()
         return ""
 
+    async def _lose_redis(self) -> str:
+        """As when its machine loses power: what had not reached the disk is gone."""
+        seconds, lost = self._rng.uniform(0.0, 1.0), []
+        self._stack.redis.pause()
+        self._stack.redis.kill(lambda: lost.append(self._stack.append_only_file.forget(seconds)))
+        await asyncio.sleep(1.0)
+        return f"the last {seconds:.1f} s, {lost} bytes"
+
     # --- lines ---
 
-    def _line(self, suffix: str) -> Proxy:
-        return self._rng.choice([proxy for name, proxy in self._stack.proxies.items() if name.endswith(suffix)])
+    def _line(self, part: str) -> Proxy:
+        return self._rng.choice([proxy for name, proxy in self._stack.proxies.items() if part in name])
 
     async def _cut_executor(self) -> str:
         proxy = self._line("-scheduler")
+        proxy.cut(reset=self._rng.random() < 0.5)
+        return proxy.name
+
+    async def _cut_client(self) -> str:
+        proxy = self._line("client-")
         proxy.cut(reset=self._rng.random() < 0.5)
         return proxy.name
 
@@ -162,6 +213,9 @@ class Saboteur:
     async def _freeze_executor(self) -> str:
         return await self._freeze(self._line("-scheduler"), 0.2, 3)
 
+    async def _freeze_client(self) -> str:
+        return await self._freeze(self._line("client-"), 0.2, 3)
+
     async def _freeze_redis(self) -> str:
         return await self._freeze(self._line("-redis"), 0.1, 1.5)
 
@@ -169,6 +223,9 @@ class Saboteur:
         proxy = self._line(suffix)
         proxy.abandon()
         return proxy.name
+
+    async def _half_open_client(self) -> str:
+        return await self._half_open("client-")
 
     async def _half_open_executor(self) -> str:
         return await self._half_open("-scheduler")

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+# Gateways hold the head of an answer back until there is something to say.
+HEAD_TIMEOUT_S = 15.0
+
 
 class BrokenError(ConnectionError):
     """The connection ended before the answer did."""
@@ -47,7 +50,8 @@ class Exchange:
         try:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
             self._writer.write(self._request)
-            head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            head_bytes = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), HEAD_TIMEOUT_S)
+            head = head_bytes.decode("latin-1").split("\r\n")
         except (OSError, asyncio.IncompleteReadError) as error:
             await self.__aexit__(None, None, None)
             raise BrokenError(str(error)) from error

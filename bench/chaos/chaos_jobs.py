@@ -13,13 +13,19 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of a client. ``resumable``: it reconnects where its connection breaks; others begin again."""
+    """One request of a client.
+
+    ``resumable``: it reconnects where its connection breaks; others begin again. ``leaves_after``: it hangs up after so many
+    events and never comes back (0: it stays). ``watched``: somebody else reads the same stream beside it.
+    """
 
     index: int
     kind: str
     path: str
     body: dict[str, Any]
     resumable: bool
+    leaves_after: int = 0
+    watched: bool = False
 
     @property
     def stream(self) -> bool:
@@ -109,4 +115,6 @@ def _make_job(index: int, rng: random.Random, beginnings: list[str]) -> Job:
     style = rng.random()
     if style < 0.85:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return Job(index, kind, path, body, resumable=style < 0.5)
+    resumable = style < 0.5
+    leaves_after = rng.randint(1, 12) if body.get("stream") and rng.random() < 0.05 else 0
+    return Job(index, kind, path, body, resumable, leaves_after, watched=resumable and rng.random() < 0.15)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from octavo.procs import die_with_parent
@@ -29,6 +29,8 @@ class Process:
         # Exit statuses that no fault of ours brought about.
         self.surprises: list[str] = []
         self._expected_end = False
+        # Done once before the next start.
+        self._before_start: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Start it, and again whenever it ends."""
@@ -38,6 +40,9 @@ class Process:
         while True:
             self._expected_end = False
             self.starts += 1
+            if self._before_start is not None:
+                self._before_start()
+                self._before_start = None
             self._process = self._spawn()
             while self._process.poll() is None:
                 await asyncio.sleep(0.02)
@@ -68,8 +73,9 @@ class Process:
         assert self._process is not None
         return self._process.pid
 
-    def kill(self) -> None:
-        """SIGKILL; the keeper starts it again."""
+    def kill(self, then: Callable[[], None] | None = None) -> None:
+        """SIGKILL; the keeper does ``then`` and starts it again."""
+        self._before_start = then
         self._send(signal.SIGKILL, ends=True)
 
     def terminate(self) -> None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import redis.asyncio
+from chaos_aof import AppendOnlyFile
+from chaos_http import Exchange
 from chaos_process import Process
 from chaos_proxy import Proxy
 
@@ -29,6 +31,8 @@ class Sizes:
     gateways: int = 2
     blocks: int = 72
     lease_s: float = 3.0
+    # Long enough for a client that hears nothing to find that out, short enough to see that nothing stays for good.
+    resume_ttl_s: float = 40.0
     appendfsync: str = "always"
 
 
@@ -43,6 +47,8 @@ class ChaosStack:
         self._scheduler_ports = ports[: sizes.schedulers]
         self._gateway_ports = ports[sizes.schedulers :]
         self.proxies: dict[str, Proxy] = {}
+        self.append_only_file = AppendOnlyFile(folder / "redis" / "appendonlydir")
+        self._watching: asyncio.Task[None] | None = None
         self.redis = Process("redis", self._redis_command(), folder / "redis.log")
         self.schedulers: list[Process] = []
         self.executors: list[Process] = []
@@ -71,17 +77,22 @@ class ChaosStack:
     async def start(self) -> None:
         """Start everything; returns when requests can be served."""
         self.redis.start()
+        self._watching = asyncio.create_task(self.append_only_file.watch())
         await _until(lambda: accepts(f"127.0.0.1:{self._redis_port}"), "Redis")
         for index in range(self.sizes.schedulers):
             name = f"scheduler{index}"
             address = f"127.0.0.1:{self._scheduler_ports[index]}"
-            flags = {"scheduler_address": address, "scheduler_lease_s": str(self.sizes.lease_s)}
+            lease_s = str(self.sizes.lease_s)
+            flags = {"scheduler_address": address, "scheduler_lease_s": lease_s, "executor_lease_s": lease_s}
             self.schedulers.append(await self._service("scheduler", name, flags))
         for index in range(self.sizes.executors):
             name = f"executor{index}"
-            line = await self._proxy(f"{name}-scheduler", lambda i=index: self._ports_from(i))
+            lines = [
+                await self._proxy(f"{name}-scheduler{number}", lambda p=port: [p])
+                for number, port in enumerate(self._scheduler_ports)
+            ]
             flags = {
-                "scheduler_address": f"127.0.0.1:{line.port}",
+                "scheduler_address": ",".join(f"127.0.0.1:{line.port}" for line in lines),
                 "executor_name": name,
                 "num_gpu_blocks_override": str(self.sizes.blocks),
                 "max_num_seqs": "16",
@@ -92,7 +103,7 @@ class ChaosStack:
             self.executors.append(await self._service("executor", name, flags))
         for index, port in enumerate(self._gateway_ports):
             await self._proxy(f"client-gateway{index}", lambda p=port: [p])
-            flags = {"host": "127.0.0.1", "port": str(port)}
+            flags = {"host": "127.0.0.1", "port": str(port), "stream_resume_ttl": str(self.sizes.resume_ttl_s)}
             self.gateways.append(await self._service("gateway", f"gateway{index}", flags))
         for process in self.services:
             process.start()
@@ -103,9 +114,16 @@ class ChaosStack:
         for port in self._gateway_ports:
             await _until(partial(_is_ready, port), f"the gateway on {port}", timeout_s)
 
+    async def can_resume(self) -> bool:
+        """Whether gateways let clients go on where a connection broke."""
+        async with Exchange(self._gateway_ports[0], "GET", "/openapi.json") as exchange:
+            return b"/v1/streams/" in await exchange.body()
+
     async def stop(self) -> dict[str, int]:
         """Stop everything, the last started first; exit statuses by name."""
         self.calm()
+        if self._watching is not None:
+            self._watching.cancel()
         statuses = {}
         for processes in (self.gateways, self.executors, self.schedulers, [self.redis]):
             for process, status in zip(processes, await asyncio.gather(*(p.stop() for p in processes)), strict=True):
@@ -122,11 +140,6 @@ class ChaosStack:
             proxy.delay_s = 0.0
             proxy.refuse(False)
             proxy.thaw()
-
-    def _ports_from(self, index: int) -> list[int]:
-        # Executors begin with different ones, so that a standby that wrongly accepts would be found out.
-        at = index % len(self._scheduler_ports)
-        return self._scheduler_ports[at:] + self._scheduler_ports[:at]
 
     async def _service(self, kind: str, name: str, flags: dict[str, str]) -> Process:
         line = await self._proxy(f"{name}-redis", lambda: [self._redis_port])

@@ -44,6 +44,10 @@ class Verdict:
         if got.failure:
             self.lost.append(f"{where}: {got.failure}")
             return
+        for watcher in got.watchers:
+            self._compare_watcher(f"{where}, read beside its client", expected, watcher)
+        if got.left or expected.left:
+            return
         for index in range(got.job.choices):
             ends = got.choice(index).ends
             if len(ends) != 1:
@@ -60,6 +64,12 @@ class Verdict:
                     self.different.append(
                         f"{where}, choice {index}: was told {choice.text!r} before its connection broke"
                     )
+
+    def _compare_watcher(self, where: str, expected: Told, watcher: Told) -> None:
+        # Only who read on to the end can say anything; the answer is not as long if its client has left.
+        if watcher.done == 1 and not expected.left and not self._mentions(where.partition(", read")[0]):
+            for index in range(watcher.job.choices):
+                self._compare_choice(f"{where}, choice {index}", expected.choice(index), watcher.choice(index))
 
     def _mentions(self, where: str) -> bool:
         return any(line.startswith(where) for line in self.ties + self.different)
@@ -84,7 +94,7 @@ class Verdict:
         self.different.append(f"{where}: {note}: {text}")
 
 
-async def find_leaks(client: redis.asyncio.Redis, port: int, model: str, *, patience_s: float = 60.0) -> list[str]:
+async def find_leaks(client: redis.asyncio.Redis, port: int, model: str, *, patience_s: float = 120.0) -> list[str]:
     """What is still held although nobody waits for anything: blocks, slots, entries, keys."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + patience_s

@@ -94,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section = replace(section, shards=int(shards))
         return carry_out(section, int(shard), mode, options.compile, options.folder)
     sections = chosen(options.only)
+    if options.compile:
+        sections = [section for section in sections if not section.host]
     if options.tiny:
         sections = [replace(section, shards=1) for section in sections]
     if options.compile or options.tiny:
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     notes = device_notes(options)
     print("\n".join(notes), flush=True)
-    workers = options.workers or max(1, min(11, (os.cpu_count() or 1) - 2))
+    workers = options.workers or max(1, min(14, (os.cpu_count() or 1) - 2))
     flags = ["--tiny"] * options.tiny + (["--compile", options.compile] if options.compile else [])
     with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as name:
         parts = Path(name)

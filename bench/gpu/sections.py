@@ -35,17 +35,22 @@ class Section:
     kind: Kind
     timeout_s: float
     shards: int = 1
+    host: bool = False  # the host takes part: there is nothing to compile by itself
 
 
 # In order of their worth: whatever the time is too short for is at the end.
 SECTIONS = (
-    Section("attention", "check_attention", "checks", 150.0, 6),
+    Section("attention", "check_attention", "checks", 150.0, 8),
     Section("cache", "check_cache", "checks", 120.0, 2),
     Section("sampling", "check_sampling", "checks", 120.0),
     Section("layers", "check_layers", "checks", 120.0, 2),
     Section("weights", "check_weights", "checks", 120.0),
     Section("decode", "time_decode", "times", 90.0),
     Section("prefill", "time_prefill", "times", 90.0),
+    Section("serving", "time_serving", "times", 150.0, host=True),
+    Section("step", "time_step", "times", 60.0, host=True),
+    Section("serving-large", "time_serving_large", "times", 120.0, host=True),
+    Section("reference", "time_reference", "times", 60.0, host=True),
 )
 
 

@@ -47,7 +47,7 @@ def cases(stage: Stage) -> list[Case]:
 def copy_rate(stage: Stage) -> float:
     """Bytes per second that are read and written by a large copy within the device."""
     size = stage.pick(4 << 30, 1 << 20)
-    source = torch.ones(size // 4, dtype=torch.int32, device=stage.device)
+    source = torch.randint(0, 2**31 - 1, (size // 4,), dtype=torch.int32, device=stage.device)
     target = torch.empty_like(source)
     return 2 * size / stage.time(lambda: target.copy_(source), 10, graph=False).median_s
 
@@ -55,7 +55,7 @@ def copy_rate(stage: Stage) -> float:
 def read_rate(stage: Stage) -> float:
     """The same of a large sum, which only reads."""
     size = stage.pick(4 << 30, 1 << 20)
-    source, total = torch.ones(size // 4, device=stage.device), torch.empty((), device=stage.device)
+    source, total = torch.rand(size // 4, device=stage.device), torch.empty((), device=stage.device)
     return size / stage.time(lambda: torch.sum(source, 0, out=total), 10, graph=False).median_s
 
 

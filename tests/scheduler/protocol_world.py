@@ -7,9 +7,10 @@ made it and from which tokens, so that mixing shows), and when anything happens,
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from octavo_shared.streams import LogPage
 ID = RequestId("gateway", 1)
 CHOICES = 2
 LENGTH = 3
+MOST_SCHEDULERS, MOST_EXECUTORS, MOST_ENTRIES = 4, 5, 24
 # Small, so that readers are overtaken in the middle.
 PAGE = 2
 
@@ -65,6 +67,10 @@ class Redis:
         chosen = [one for one in self.entries if one[0] > after][:PAGE]
         events = [event for _, entry in chosen for event in entry]
         return LogPage(events, str(chosen[-1][0] if chosen else after))
+
+    def goes_on(self, after: int) -> bool:
+        """Whether there is anything behind an entry."""
+        return bool(self.entries) and self.entries[-1][0] > after
 
     async def append_log(self, log: str, entry: bytes) -> None:
         await Turn()
@@ -136,6 +142,8 @@ class World:
         self.holder: Scheduler | None = None
         self.schedulers: list[Scheduler] = []
         self.executors: list[Executor] = []
+        # The request in the model stream: whether it is there (or was, until it was acknowledged), and whether it was read.
+        self.admitted = True
         self.delivered = False
         self.acknowledged = False
         # The gateway that owns the log, and what the client has been told by whichever gateway.
@@ -144,6 +152,49 @@ class World:
         self.told: list[list[int]] = [[] for _ in range(CHOICES)]
         self.ends: list[list[EndReason]] = [[] for _ in range(CHOICES)]
         self.checked: object = None
+
+    def options(self) -> list[tuple[str, Callable[[], None]]]:
+        """All that may happen next, each with its name; what is listed more than once is likelier."""
+        options: list[tuple[str, Callable[[], None]]] = []
+        room = len(self.redis.entries) < MOST_ENTRIES
+        if len(self.schedulers) < MOST_SCHEDULERS:
+            options.append(("another scheduler takes the lease", self.take_lease))
+        for scheduler in self.schedulers:
+            options += self._options_of(scheduler, room)
+        for executor in self.executors:
+            name = executor.name
+            if len(executor.computed) < len(executor.stories):
+                options.append((f"{name} does a step", partial(self.step, executor)))
+            if executor.outbox and room:
+                options.append((f"{name}'s step is logged", partial(self.flush, executor, again=False)))
+                options.append(
+                    (f"{name}'s step is logged, to be logged again", partial(self.flush, executor, again=True))
+                )
+        if self.redis.goes_on(self.read_to):
+            options += [("the gateway reads", self.read)] * 2
+        elif self.redis.entries:
+            options.append(("the gateway trims", self.trim))
+        if self.read_to:
+            options.append(("the client goes on elsewhere", self.lose_gateway))
+        return options
+
+    def _options_of(self, scheduler: Scheduler, room: bool) -> list[tuple[str, Callable[[], None]]]:
+        options: list[tuple[str, Callable[[], None]]] = []
+        name = scheduler.name
+        if scheduler.work is not None and room:
+            options += [(f"{name} goes on resuming", partial(self.advance, scheduler, Fate.DONE))] * 3
+            for fate in (Fate.LOST, Fate.UNHEARD):
+                options.append((f"{name} fails in resuming: {fate.value}", partial(self.advance, scheduler, fate)))
+        if scheduler.executor is not None and len(self.executors) < MOST_EXECUTORS:
+            options.append((f"{name} loses its executor", partial(self.resume, scheduler)))
+        for choice in scheduler.live.open - scheduler.live.ending:
+            options.append((f"{name} aborts choice {choice}", partial(self.abort, scheduler, choice)))
+        if scheduler.words and room:
+            options.append((f"{name}'s abort is logged", partial(self.say, scheduler, again=False)))
+            options.append((f"{name}'s abort is logged, to be logged again", partial(self.say, scheduler, again=True)))
+        if scheduler.wants_to_acknowledge:
+            options.append((f"{name} acknowledges", partial(self.acknowledge, scheduler)))
+        return options
 
     # --- schedulers ---
 
@@ -154,14 +205,21 @@ class World:
         scheduler = Scheduler(f"s{len(self.schedulers)}", self.term, LiveRequest(record, b"1-1", set(range(CHOICES))))
         self.holder = scheduler
         self.schedulers.append(scheduler)
-        if self.acknowledged:
-            return
-        if self.delivered:
+        if not self.acknowledged:
+            self.take_on(scheduler)
+
+    def take_on(self, scheduler: Scheduler) -> None:
+        """The request is pending, or new."""
+        if not self.is_new():
             self.resume(scheduler)
         else:
-            self.delivered = True
             scheduler.live.attempt_n = 1
             self.start(scheduler, {})
+        self.delivered = True
+
+    def is_new(self) -> bool:
+        """Whether nobody can have begun with the request before."""
+        return not self.delivered
 
     def resume(self, scheduler: Scheduler) -> None:
         """After a takeover, or when an executor is lost."""
@@ -182,7 +240,9 @@ class World:
             for resumption in stop.value:
                 for choice in resumption.ended:
                     self.end(scheduler, choice)
-                self.start(scheduler, resumption.outputs)
+                # Who is outranked gives up.
+                if not resumption.outranked_by:
+                    self.start(scheduler, resumption.outputs)
         except RedisError:
             # Nothing has been decided.
             scheduler.work = self.fence_and_read(scheduler)
@@ -248,16 +308,16 @@ class World:
             executor.ends.append(ends)
             executor.computed |= ends
             if self.ends_when_computed:
-                self.heard(executor, ends)
+                self.logged(executor, ends)
 
     def flush(self, executor: Executor, again: bool) -> None:
         """The oldest step goes into the log; perhaps unheard, then it goes again."""
         self.redis.append(executor.outbox[0])
         if not again:
             executor.outbox.pop(0)
-            self.heard(executor, executor.ends.pop(0))
+            self.logged(executor, executor.ends.pop(0))
 
-    def heard(self, executor: Executor, ends: set[int]) -> None:
+    def logged(self, executor: Executor, ends: set[int]) -> None:
         for scheduler in self.schedulers:
             if scheduler.executor is executor:
                 for choice in ends - scheduler.live.ending:
@@ -282,7 +342,7 @@ class World:
 
     def trim(self) -> None:
         """As ``Streams.trim_log``: nothing happens unless all has been read."""
-        if self.read_to == self.redis.newest and self.redis.entries:
+        if self.redis.entries and not self.redis.goes_on(self.read_to):
             states = list(self.fold.snapshots())
             self.redis.entries.clear()
             if states:
@@ -334,13 +394,16 @@ class World:
         self._finish_steps()
         if last.wants_to_acknowledge:
             self.acknowledge(last)
-        while self.read_to != self.redis.newest:
+        while self.redis.goes_on(self.read_to):
             self.read()
         self.check()
-        assert self.acknowledged, "never acknowledged"
+        assert self.acknowledged or not self.admitted, "never acknowledged"
         for choice, state in enumerate(self.whole()):
-            assert len(self.ends[choice]) == 1, "no end"
-            assert self.told[choice] == state.tokens, "the client was not told all"
+            assert len(self.ends[choice]) == 1, "not one end"
+            self.check_told(choice, state.tokens)
+
+    def check_told(self, choice: int, tokens: list[int]) -> None:
+        assert self.told[choice] == tokens, "the client was not told all"
 
     def _finish_steps(self) -> None:
         for executor in self.executors:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -182,6 +181,8 @@ class CpuDevice:
         return None
 
     def memory(self) -> DeviceMemory:
+        import psutil  # a GPU's host may lack it
+
         memory = psutil.virtual_memory()
         return DeviceMemory(memory.available, memory.total)
 
@@ -264,7 +265,9 @@ class CudaDevice:
         if size < LARGE_BYTES:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         # System pages of its own: a page that two registrations share is refused.
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Compilers are started as processes: a page that one of them shares for a moment could be copied under the device.
+        memory.madvise(mmap.MADV_DONTFORK)
         words = torch.frombuffer(memory, dtype=torch.uint8)
         # 1 is cudaHostRegisterPortable.
         error = int(torch.cuda.cudart().cudaHostRegister(words.data_ptr(), size, 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo_executor.spec import ModelSpec
 from octavo_kernels import AttentionExtras, AttentionShape, Kernels
-from octavo_shared.settings import SettingError
+from octavo_shared.errors import SettingError
 
 DEFAULT_CPU_BYTES = 4 << 30
 CPU_SHARE = 0.4

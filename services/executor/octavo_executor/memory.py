@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from octavo_executor.kv_cache import PoolRequest, plan_num_blocks
 from octavo_executor.spec import ModelSpec
-from octavo_shared.settings import SettingError
+from octavo_shared.errors import SettingError
 
 logger = logging.getLogger(__name__)
 
