@@ -12,7 +12,7 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PROTO := shared/octavo_shared/proto
 
 .DEFAULT_GOAL := help
-.PHONY: help install model serve test test-slow lint format bench bench-scheduler bench-host-tier kernels-aot proto clean distclean
+.PHONY: help install model serve test test-slow lint format bench bench-scheduler bench-host-tier chaos kernels-aot proto clean distclean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-15s %s\n", $$1, $$2}'
@@ -55,6 +55,10 @@ bench-scheduler: $(STAMP) ## What the scheduler's core costs per step, beside wh
 
 bench-host-tier: $(STAMP) ## What the host tier is worth under constant preemption
 	$(BIN)/python bench/host_tier.py $(ARGS)
+
+# Half an hour. ARGS='--faults 40 --requests 300 --seed 1 --only kill' for less.
+chaos: $(STAMP) ## Kill, stop, cut off and restart everything while clients read; nothing may be lost, repeated or different
+	$(BIN)/python bench/chaos $(ARGS)
 
 # Without a GPU; some minutes. ARGS='--targets sm_90 --only decodes' for less.
 kernels-aot: $(STAMP) ## Compile the GPU kernels for four architectures and read what they need; fills in docs/kernels.md

@@ -58,7 +58,7 @@ def feed(url: str, streams: int, tokens: int, step_s: float, ids: list[int]) -> 
             next_s += step_s
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
         for entry_id, record in taken:
-            await log.finish_request(entry_id, record.id)
+            await log.finish_request(entry_id, record)
         await log.close()
 
     asyncio.run(main())

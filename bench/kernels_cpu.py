@@ -132,7 +132,7 @@ def main() -> None:
         kernels = choose_kernels("cpu", head_dim=spec.head_dim, block_size=BLOCK, threads=args.threads)
         dtypes = choose_dtypes("float32", spec.checkpoint_dtype, kernels)
         weights = load_weights(Path(folder), spec, kernels, dtypes)
-    cache = KvCache(spec, MAX_BATCH * -(-CONTEXT // BLOCK), BLOCK, dtypes.kv, kernels.empty)
+    cache = KvCache(spec, MAX_BATCH * -(-CONTEXT // BLOCK), BLOCK, dtypes.kv, kernels)
     cache.k.normal_()
     cache.v.normal_()
     limits = {"max_model_len": 256, "max_tokens": MAX_BATCH, "max_seqs": MAX_BATCH, "max_logits": MAX_BATCH}

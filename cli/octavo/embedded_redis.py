@@ -80,8 +80,11 @@ def server_version(binary: Path) -> tuple[int, int] | None:
 class EmbeddedRedis:
     """One server with a private data folder. A supervisor runs `command` itself; others call start() and stop()."""
 
-    def __init__(self, instance: InstanceDir, *, server: Path | None = None, tcp: bool = False) -> None:
+    def __init__(
+        self, instance: InstanceDir, *, server: Path | None = None, tcp: bool = False, appendfsync: str = "everysec"
+    ) -> None:
         self.server = server or find_server()
+        self._appendfsync = appendfsync
         self._data_dir = instance.path / "redis"
         self._config_path = instance.path / "redis.conf"
         self._socket_path = instance.socket_path("redis.sock")
@@ -119,7 +122,7 @@ class EmbeddedRedis:
             # The log is the authority on what was generated: refusing an append is safe, dropping entries is not.
             "maxmemory-policy noeviction",
             "appendonly yes",
-            "appendfsync everysec",
+            f"appendfsync {self._appendfsync}",
             'save ""',
         ]
         if self._password is not None:

@@ -86,7 +86,8 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo) -> Non
         options["choices"] = [str(choice) for choice in get_args(kind)]
     elif get_origin(kind) is list:
         # Given again it adds: of several keys, none is to be lost.
-        options |= {"action": "extend", "nargs": "+", "metavar": "NAME"}
+        whole = _without_none(get_args(kind)[0]) is int
+        options |= {"action": "extend", "nargs": "+", "metavar": "N" if whole else "NAME"}
     else:
         # Values stay text here: pydantic parses flag and variable alike and names the setting in its errors.
         options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")

@@ -93,6 +93,18 @@ def _convert(argv: list[str]) -> int:
     return 0
 
 
+def _keys(argv: list[str]) -> int:
+    from octavo.keys import make_key
+
+    return make_key(argv)
+
+
+def _certs(argv: list[str]) -> int:
+    from octavo.certs import make_certs
+
+    return make_certs(argv)
+
+
 COMMANDS = {
     "serve": Command("serve a model: everything in one", _serve),
     "gateway": Command("run the HTTP API alone", _service("gateway")),
@@ -101,6 +113,8 @@ COMMANDS = {
     "bench": Command("measure a server (octavo bench serve)", _bench),
     "pull": Command("fetch and convert a model without serving it", _pull),
     "convert": Command("convert a GGUF file", _convert),
+    "keys": Command("make an API key for a tenant", _keys),
+    "certs": Command("make certificates to try TLS with", _certs),
 }
 
 

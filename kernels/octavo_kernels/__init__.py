@@ -5,6 +5,8 @@ from octavo_kernels.interface import (
     AttentionExtras,
     AttentionShape,
     Candidates,
+    Fp8Rows,
+    Int4Rows,
     Kernels,
     LinearWeight,
     Logprobs,
@@ -13,6 +15,8 @@ from octavo_kernels.interface import (
     SampleRows,
     SampleStatus,
     StepBounds,
+    StepRows,
+    WeightRows,
 )
 from octavo_kernels.select import UnsupportedShapeError, choose_kernels
 
@@ -21,6 +25,8 @@ __all__ = [
     "AttentionExtras",
     "AttentionShape",
     "Candidates",
+    "Fp8Rows",
+    "Int4Rows",
     "Kernels",
     "LinearWeight",
     "Logprobs",
@@ -29,6 +35,8 @@ __all__ = [
     "SampleRows",
     "SampleStatus",
     "StepBounds",
+    "StepRows",
     "UnsupportedShapeError",
+    "WeightRows",
     "choose_kernels",
 ]

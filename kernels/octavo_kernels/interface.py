@@ -25,12 +25,39 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows [n, K] of a weight matrix in 8 bits: ``values`` * ``scale`` of the row."""
+
+    values: Tensor  # float8_e4m3fn[n, K]
+    scale: Tensor  # float32[n]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Rows:
+    """Rows [n, K] of a weight matrix in 4 bits: (``codes`` - ``zero``) * ``scale``, K / G inputs sharing the latter two."""
+
+    codes: Tensor  # uint8[n, K], below 16
+    scale: Tensor  # [n, G]
+    zero: Tensor  # uint8[n, G], at most 16
+
+
+WeightRows = Tensor | Fp8Rows | Int4Rows
+
+
+@dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight matrix in a backend's own layout; only the backend that made it may read ``data``."""
+    """A weight matrix in a backend's own layout; only the backend that made it may read its tensors."""
 
     data: Tensor
     out_features: int
     in_features: int
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored."""
+        return sum(part.nbytes for part in (self.data, self.scale, self.zero) if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +113,22 @@ class AttentionBatch:
     seq_lens: Tensor  # int32[S]
     block_tables: Tensor  # int32[S, pages], entries past a sequence's last page are never read
     bounds: StepBounds | None = None  # a hint for backends that cannot look into the tensors without waiting
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step, and what the device knows of every sequence. Only the first ``num_rows[0]`` rows count.
+
+    Row r computes tokens ``query_start[r]:query_start[r + 1]`` of the step: those of sequence ``slots[r]`` from position
+    ``starts[r]`` on. ``tokens`` and ``tables`` are contiguous.
+    """
+
+    num_rows: Tensor  # int32[1]
+    slots: Tensor  # int32[S]
+    starts: Tensor  # int32[S]
+    query_start: Tensor  # int32[S + 1]
+    tokens: Tensor  # int32[slots, length]
+    tables: Tensor  # int32[slots, pages]
 
 
 class SampleStatus(IntEnum):
@@ -159,6 +202,10 @@ class Kernels(Protocol):
     def name(self) -> str:
         """The backend's name."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors lie."""
+
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """The type activations must have beside weights of ``weight_dtype``."""
 
@@ -184,14 +231,52 @@ class Kernels(Protocol):
         The first dimension of every buffer used must then be the program's number of rows. None: not supported.
         """
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
-        """Bring ``weight`` [N, K] into the backend's layout, stored as ``dtype``."""
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        """Pieces of ``words`` int32[...] into ``table`` int32[rows, width].
+
+        ``segments`` int32[n, 4]: row, first column, first of its words, how many (at most ``longest``). No two overlap.
+        """
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        """table int32[..., ...] [rows[i], columns[i]] = tokens[i], int32[n] each."""
+
+    def prepare_inputs(
+        self,
+        rows: StepRows,
+        block_size: int,
+        ids: Tensor,  # int32[T]
+        positions: Tensor,  # int32[T]
+        slots: Tensor,  # int32[T]
+        block_tables: Tensor,  # int32[S, pages]
+    ) -> None:
+        """Inputs of the first layer, read off the tables: id, position and slot of the cache of each token, pages of each row.
+
+        Tokens beyond those of the rows are padding, no more of it than S exceeds the rows: id -1, position 0, slot -1.
+        """
+
+    def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
+        """Whether matrices of such rows can be held and multiplied by as they are; else ``quantized.widen`` them."""
+
+    def new_weight(self, rows: WeightRows, out_features: int, dtype: torch.dtype) -> LinearWeight:
+        """Memory for a matrix [out_features, K] of rows like ``rows``; ``dtype`` is how plain ones are stored.
+
+        What it holds is undefined until ``set_rows`` has set every row.
+        """
+
+    def set_rows(self, weight: LinearWeight, first: int, rows: WeightRows) -> None:
+        """Rows ``first`` and following of ``weight`` become ``rows`` [n, K], on whatever device these are."""
+
+    def pack(self, rows: WeightRows, dtype: torch.dtype) -> LinearWeight:
+        """Bring a whole matrix [N, K] into the backend's layout, stored as ``dtype`` if it is plain."""
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-        """out [T, N] = x [T, K] @ weight^T (+ bias [N])."""
+        """out [T, N] = x [T, K] @ weight^T (+ bias [N]).
+
+        By a weight in fp8, x is rounded to e4m3 as well, in multiples of each row's own scale.
+        """
 
     def embed(self, ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
-        """out [T, K] = rows ``ids`` int32[T] of a packed weight [V, K]; zeros for ids outside it."""
+        """out [T, K] = rows ``ids`` int32[T] of a packed plain weight [V, K]; zeros for ids outside it."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out [T, H] = weight [H] * x [T, H] / rms(x); Zhang and Sennrich, arXiv 1910.07467. ``out`` may be ``x``."""

@@ -25,6 +25,9 @@ from octavo_shared.streams import Streams
 ANSWER_TTL_S = 10
 # Most blocks in one answer to "kv": larger ones would keep the scheduler busy for too long at a time.
 MOST_BLOCKS = 1 << 14
+# One blocking command waits no longer than this: well below the time after which the client takes a silent connection for
+# dead, and drops it with whatever the command was about to return.
+MOST_BLOCK_S = 2.0
 # Beyond Redis's own bound on the wait, for a connection that says nothing.
 PATIENCE_S = 1.0
 
@@ -76,14 +79,14 @@ class ControlChannel:
                     # Without a scheduler nobody takes them away.
                     pipe.expire(self._keys.control, int(timeout_s) + ANSWER_TTL_S)
                     await pipe.execute()
-                reply = await self._client.blpop([self._keys.answer(ask.id)], timeout_s)
+                reply = await self._take(self._keys.answer(ask.id), timeout_s)
                 if reply is None:
                     await self._client.lrem(self._keys.control, 1, text)
         except TimeoutError:
             pass
         if reply is None:
             raise NoAnswerError(f"the scheduler did not answer within {timeout_s:g} s")
-        answer = json.loads(reply[1])
+        answer = json.loads(reply)
         if "error" in answer:
             raise AskRefusedError(answer["error"], answer.get("status", 400))
         return answer["result"]
@@ -95,17 +98,26 @@ class ControlChannel:
             MalformedEntryError: what was asked is no question.
             redis.exceptions.RedisError: Redis is out of reach.
         """
-        reply = await self._client.blpop([self._keys.control], block_s)
-        if reply is None:
+        text = await self._take(self._keys.control, block_s)
+        if text is None:
             return None
         try:
-            ask = Ask(**json.loads(reply[1]))
+            ask = Ask(**json.loads(text))
             if not isinstance(ask.id, str) or not isinstance(ask.payload, dict):
                 raise ValueError("its parts are of the wrong types")
             late = time.time() >= ask.until_s
         except (ValueError, TypeError) as error:
             raise MalformedEntryError(str(error)) from error
         return None if late else ask
+
+    async def _take(self, key: str, timeout_s: float) -> str | bytes | None:
+        """The first element of a list, waiting for it; None when there is none in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            reply = await self._client.blpop([key], min(left_s, MOST_BLOCK_S))
+            if reply is not None:
+                return reply[1]
+        return None
 
     async def answer(self, ask: Ask, result: Any = None, *, refusal: AskRefusedError | None = None) -> None:
         """Answer a question: with something JSON can carry, or with why it cannot be answered.

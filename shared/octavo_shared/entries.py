@@ -26,6 +26,7 @@ from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
     MAX_CHOICES,
+    MAX_PROMPTS,
     AbortRecord,
     EarlyStopping,
     EndReason,
@@ -118,6 +119,12 @@ def encode_request(record: RequestRecord) -> bytes:
         stop=record.stop,
         include_stop_str_in_output=record.include_stop_str_in_output,
         presentation=record.presentation,
+        resume_ttl_ms=record.resume_ttl_ms,
+        disconnect_grace_ms=record.disconnect_grace_ms,
+        place=record.place,
+        places=record.places,
+        readmitted=record.readmitted,
+        tenant_weight=record.tenant_weight,
     ).SerializeToString()
 
 
@@ -126,7 +133,7 @@ def decode_request(data: bytes) -> RequestRecord:
 
     Raises:
         MalformedEntryError: the bytes are not a request with at least one prompt token and 1 to ``MAX_CHOICES`` choices,
-            or it wants more beams than that or fewer than it has choices.
+            it wants more beams than that or fewer than it has choices, or it is none of the requests of its answer.
     """
     try:
         message = request_pb2.RequestRecord.FromString(data)
@@ -135,8 +142,11 @@ def decode_request(data: bytes) -> RequestRecord:
         beam_width = message.sampling.beam_width
         if beam_width and not message.n <= beam_width <= MAX_CHOICES:
             raise MalformedEntryError(f"a beam search needs from {message.n} (its choices) to {MAX_CHOICES} beams")
+        request_id, places = RequestId.parse(message.id), message.places or 1
+        if not message.place < places <= MAX_PROMPTS or request_id.serial < message.place:
+            raise MalformedEntryError(f"a request is one of 1 to {MAX_PROMPTS} of an answer")
         return RequestRecord(
-            id=RequestId.parse(message.id),
+            id=request_id,
             arrival_us=message.arrival_us,
             prompt=np.frombuffer(message.prompt, "<i4"),
             sampling=sampling_from_proto(message.sampling),
@@ -153,6 +163,12 @@ def decode_request(data: bytes) -> RequestRecord:
             stop=tuple(message.stop),
             include_stop_str_in_output=message.include_stop_str_in_output,
             presentation=message.presentation,
+            resume_ttl_ms=message.resume_ttl_ms,
+            disconnect_grace_ms=message.disconnect_grace_ms,
+            place=message.place,
+            places=places,
+            readmitted=message.readmitted,
+            tenant_weight=message.tenant_weight,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error
@@ -165,6 +181,7 @@ def encode_abort(record: AbortRecord) -> bytes:
         choice=record.choice,
         owner_generation=record.owner_generation,
         reason=record.reason,
+        new_owner=record.new_owner,
     ).SerializeToString()
 
 
@@ -177,7 +194,11 @@ def decode_abort(data: bytes) -> AbortRecord:
     try:
         message = request_pb2.AbortRecord.FromString(data)
         return AbortRecord(
-            RequestId.parse(message.request_id), message.choice, message.owner_generation, message.reason
+            RequestId.parse(message.request_id),
+            message.choice,
+            message.owner_generation,
+            message.reason,
+            message.new_owner,
         )
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error

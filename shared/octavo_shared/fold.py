@@ -10,6 +10,8 @@ The rules, per choice:
   position 0.
 * A fence counts iff its attempt is greater than the current one; it makes that attempt current, and may end the choice.
 * Nothing follows the first end.
+* A snapshot is the state at some earlier entry, and whatever came between is told again behind it. So for a reader who is
+  further than that it counts for nothing.
 
 The choices of a request that is answered by beam search have one story, told by the scheduler step by step
 (``fold_beams``), until they end:
@@ -144,6 +146,8 @@ class ChoiceFold:
 
     def _apply_snapshot(self, event: SnapshotEvent) -> bool:
         before = (self.attempt, len(self.tokens), self.end)
+        if self.end or (event.attempt, len(event.tokens)) < before[:2]:
+            return False
         self.attempt = event.attempt
         self.tokens = list(event.tokens)
         self.logprobs = list(event.logprobs or ())
@@ -206,7 +210,9 @@ class LogFold:
             return ((event.choice, choice),) if serial not in self.beams and choice.apply(event) else NOTHING
         changed = ((event.choice, choice),) if choice.apply(event) else NOTHING
         if isinstance(event, SnapshotEvent) and event.beams is not None:
-            self.beams[serial] = event.beams
+            known, told = self.beams.get(serial), event.beams
+            if known is None or (known.attempt, known.position) <= (told.attempt, told.position):
+                self.beams[serial] = told
         if serial in self.beams:
             self._follow(event, bool(changed))
         return changed

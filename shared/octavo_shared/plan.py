@@ -49,6 +49,7 @@ NO_INTS: Int32Array = np.empty(0, np.int32)
 NO_GENERATIONS: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
 NO_BYTES: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 NO_FLOATS: Float32Array = np.empty(0, np.float32)
+NO_LONGS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,38 @@ class PageMoves:
 
 
 NO_MOVES = PageMoves()
+
+
+@dataclass(frozen=True, slots=True)
+class PageNames:
+    """What pages of one tier hold: parallel arrays int32[m], int64[m], int64[m].
+
+    ``numbers`` names the content of each page, 0 where nothing is to be found any more; ``parents`` the content it continues,
+    or the root of its chain. ``tokens`` int32[named, block_size] are the token ids of those whose number is not 0.
+    """
+
+    pages: Int32Array = field(default_factory=lambda: NO_INTS)
+    numbers: npt.NDArray[np.int64] = field(default_factory=lambda: NO_LONGS)
+    parents: npt.NDArray[np.int64] = field(default_factory=lambda: NO_LONGS)
+    tokens: Int32Array = field(default_factory=lambda: NO_INTS)
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+NO_NAMES = PageNames()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOffer:
+    """What an executor's pages hold, as schedulers before have told it; ``roots`` are (number, root of a chain)."""
+
+    device: PageNames = NO_NAMES
+    host: PageNames = NO_NAMES
+    roots: tuple[tuple[int, bytes], ...] = ()
+
+
+NO_OFFER = CacheOffer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +181,8 @@ class StepPlan:
     # [rows] or empty; [sum(row_drafts)] or empty.
     row_drafts: Int32Array = field(default_factory=lambda: NO_INTS)
     draft_tokens: Int32Array = field(default_factory=lambda: NO_INTS)
+    # What pages hold, as of the moment before this plan moves or computes anything.
+    names: CacheOffer = NO_OFFER
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ Float32Array = npt.NDArray[np.float32]
 SEED_MASK = (1 << 64) - 1
 # Of one request; every choice has state in each service, so a number from a broken sender must not decide how much.
 MAX_CHOICES = 4096
+# Of one answer, for the same reason.
+MAX_PROMPTS = 65536
 
 
 class EndReason(IntEnum):
@@ -101,7 +103,10 @@ class RequestRecord:
     """One prompt and its ``n`` choices, as admitted.
 
     ``prompt`` is int32[prompt_tokens]. Times are Unix microseconds; ``deadline_us`` 0 means none. ``presentation`` is
-    the gateway's own note (JSON) of how to render the answer.
+    the gateway's own note (JSON) of how to render the answer. ``resume_ttl_ms``: for how long after its end the answer can
+    be had again; ``disconnect_grace_ms``: how long it goes on while nobody follows it. ``readmitted``: appended again after
+    Redis had lost it, so its log may hold part of the answer. It is request number ``place`` of the ``places`` of one answer,
+    whose serials follow each other. ``tenant_weight`` is the tenant's share under the fair policy, 0 = not said.
     """
 
     id: RequestId
@@ -121,16 +126,36 @@ class RequestRecord:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     presentation: bytes = b""
+    resume_ttl_ms: int = 0
+    disconnect_grace_ms: int = 0
+    place: int = 0
+    places: int = 1
+    readmitted: bool = False
+    tenant_weight: float = 0.0
+
+    @property
+    def siblings(self) -> tuple[RequestId, ...]:
+        """The requests of its answer, itself included, in their order."""
+        first = self.id.serial - self.place
+        return tuple(RequestId(self.id.log, serial) for serial in range(first, first + self.places))
+
+
+# Of whoever says what any owner would.
+ANY_GENERATION = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRecord:
-    """Someone no longer wants a choice (``choice`` -1: all of them) of a request."""
+    """Someone no longer wants a choice (``choice`` -1: all of them) of a request.
+
+    With ``new_owner`` it is no abort: a client of that gateway follows the request from now on, under ``owner_generation``.
+    """
 
     request_id: RequestId
     choice: int = -1
     owner_generation: int = 0
     reason: str = "abort"
+    new_owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from octavo_shared.records import MAX_CHOICES
+from octavo_shared.errors import SettingError as SettingError
+from octavo_shared.records import MAX_CHOICES, MAX_PROMPTS
 
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
 
@@ -45,6 +46,12 @@ def split_list(value: Any) -> Any:
     return value
 
 
+def split_counts(value: Any) -> Any:
+    """Read ``1,2`` and ``["1,2", 4]`` as lists of numbers."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [parse_count(count) for part in parts for count in (split_list(part) if isinstance(part, str) else [part])]
+
+
 def check_redis_url(value: str) -> str:
     """Refuse what is no Redis URL."""
     if not value.startswith(("redis://", "rediss://", "unix://")):
@@ -63,6 +70,20 @@ def check_admin_keys(value: list[str], info: ValidationInfo) -> list[str]:
     """Refuse an admin key that clients have as well."""
     if set(check_keys(value)) & set(info.data.get("api_key", ())):
         raise ValueError("a key must not be an API key as well: every client would be an administrator")
+    return value
+
+
+def check_secret(value: str) -> str:
+    """Refuse what can be guessed, or cannot travel in a header."""
+    if value and not (len(value) >= 16 and value.isascii() and value.isprintable() and value.strip() == value):
+        raise ValueError("a secret must have at least 16 printable ASCII characters, with no blank at either end")
+    return value
+
+
+def refuse_remote_code(value: bool) -> bool:
+    """Refuse to run code that comes with a model."""
+    if value:
+        raise ValueError("is refused: Octavo never runs code that comes with a model")
     return value
 
 
@@ -85,8 +106,11 @@ Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
 NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
+CountList = Annotated[list[Annotated[int, Field(ge=1)]], NoDecode, BeforeValidator(split_counts)]
 KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
 AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_admin_keys)]
+Secret = Annotated[str, AfterValidator(check_secret)]
+NoRemoteCode = Annotated[bool, AfterValidator(refuse_remote_code)]
 Weights = Annotated[dict[str, Weight], NoDecode, BeforeValidator(parse_weights)]
 
 
@@ -106,8 +130,18 @@ class CommonSettings(BaseSettings):
     served_model_name: NameList = setting(
         [], "model", "Names clients may use, comma separated; the first one is reported. Default: the folder's name."
     )
+    trust_remote_code: NoRemoteCode = setting(
+        False, "model", "Refused: no code that comes with a model is ever run. Known so that the refusal says why."
+    )
     redis_url: RedisUrl = setting(
-        "redis://127.0.0.1:6379/0", "log", "Redis or Valkey: redis://, rediss:// or unix:// URL."
+        "redis://127.0.0.1:6379/0",
+        "log",
+        "Redis or Valkey: redis://, rediss:// or unix:// URL, with user and password where needed (see docs/security.md).",
+    )
+    redis_appendfsync: Literal["always", "everysec"] = setting(
+        "everysec",
+        "log",
+        "When the Redis that `octavo serve` starts has what it was told on disk: before it answers, or within a second.",
     )
     otlp_traces_endpoint: str | None = setting(None, "observability", "OTLP/gRPC endpoint that traces are sent to.")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
@@ -120,14 +154,45 @@ class CommonSettings(BaseSettings):
         return self.served_model_name[0] if self.served_model_name else Path(self.model).name
 
 
+class GrpcSettings(CommonSettings):
+    """The line between scheduler and executors."""
+
+    scheduler_address: str = setting(
+        DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path: the scheduler listens, executors dial."
+    )
+    executor_secret: Secret = setting(
+        "", "scheduler", "Executors must know it to attach. Better in the environment than on a command line."
+    )
+    grpc_ssl_keyfile: str | None = setting(None, "scheduler", "PEM key of this side of the gRPC line.")
+    grpc_ssl_certfile: str | None = setting(None, "scheduler", "PEM certificate (chain) of this side of the gRPC line.")
+    grpc_ssl_ca_certs: str | None = setting(
+        None,
+        "scheduler",
+        "PEM authorities that the other side's certificate must come from; a scheduler then asks for one.",
+    )
+
+
 class GatewaySettings(CommonSettings):
     """The HTTP API."""
 
     host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
     port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
     api_key: KeyList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
+    api_key_file: str | None = setting(
+        None, "HTTP", "TOML file of API keys as tenants, made by `octavo keys`; read again when it changes."
+    )
     admin_api_key: AdminKeyList = setting(
         [], "HTTP", "Keys that also open /v1/kv and /v1/cache/reset. Default: see docs/api.md."
+    )
+    ssl_keyfile: str | None = setting(None, "HTTP", "PEM key: with it and --ssl-certfile the API is HTTPS.")
+    ssl_certfile: str | None = setting(None, "HTTP", "PEM certificate (chain) of the API.")
+    ssl_ca_certs: str | None = setting(None, "HTTP", "PEM authorities that clients' certificates must come from.")
+    ssl_cert_reqs: int | None = setting(
+        None,
+        "HTTP",
+        "Whether clients need certificates: 0 no, 1 only good ones if any, 2 yes. Default: 2 with --ssl-ca-certs, else 0.",
+        ge=0,
+        le=2,
     )
     allowed_origins: NameList = setting(["*"], "HTTP", "Origins that browsers may call from.")
     max_request_body_bytes: Count = setting(16 << 20, "HTTP", "Larger request bodies are refused with 413.", ge=1)
@@ -145,7 +210,7 @@ class GatewaySettings(CommonSettings):
     enable_force_include_usage: bool = setting(False, "output", "Send usage at the end of every stream.")
     enable_request_id_headers: bool = setting(True, "HTTP", "Echo X-Request-Id.")
     seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
-    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1)
+    max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1, le=MAX_PROMPTS)
     max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1, le=MAX_CHOICES)
     admin_timeout_s: float = setting(
         5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False
@@ -153,10 +218,9 @@ class GatewaySettings(CommonSettings):
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
 
-class SchedulerSettings(CommonSettings):
+class SchedulerSettings(GrpcSettings):
     """Requests, blocks and plans."""
 
-    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path executors dial.")
     scheduling_policy: Literal["fcfs", "priority", "fair"] = setting(
         "fcfs", "scheduler", "Who runs first: by arrival, by the requests' priority, or the tenant that has had least."
     )
@@ -169,7 +233,7 @@ class SchedulerSettings(CommonSettings):
     )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(
-        None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
+        None, "scheduler", "Most tokens computed in one step (default: what executors can).", ge=1
     )
     enable_chunked_prefill: bool = setting(True, "scheduler", "Compute long prompts in pieces beside decodes.")
     long_prefill_token_threshold: Count = setting(
@@ -184,25 +248,53 @@ class SchedulerSettings(CommonSettings):
         "Requests beyond so many tokens of queued work get 429; 0 = no bound (default: 16 times the KV cache, at least 256K).",
         ge=0,
     )
-    scheduler_lease_s: float = setting(10.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+    scheduler_lease_s: float = setting(5.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
+    executor_lease_s: float = setting(
+        10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds).", gt=0
+    )
+    step_timeout_s: float = setting(
+        300.0, "scheduler", "An executor whose step takes longer is let go (seconds).", gt=0, allow_inf_nan=False
+    )
 
 
-class ExecutorSettings(CommonSettings):
+class ExecutorSettings(GrpcSettings):
     """Weights, pages and the forward pass."""
 
-    scheduler_address: str = setting(DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path of the scheduler.")
+    scheduler_address: str = setting(
+        DEFAULT_SCHEDULER_ADDRESS,
+        "scheduler",
+        "host:port or unix:path of the scheduler; of several, comma separated, whichever answers.",
+    )
     executor_name: str = setting(
         socket.gethostname(), "scheduler", "Name of this executor, stable across restarts (default: the host's name)."
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "model", "Where to compute.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "model", "Type of weights and activations."
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = setting(
+        "auto", "model", "Type of weights and activations; auto: on a GPU the checkpoint's own."
+    )
+    quantization: Literal["fp8", "awq", "gptq", "compressed-tensors"] | None = setting(
+        None, "model", "fp8: round plain weights to 8 bits as they are loaded. Others must be what the checkpoint has."
+    )
+    enforce_eager: bool = setting(
+        False, "model", "On a GPU, launch every kernel by itself instead of graphs of decodes."
+    )
+    max_cudagraph_capture_size: Count | None = setting(
+        None,
+        "model",
+        "Largest batch of decodes that a graph is captured for (default 512, at most --max-num-seqs).",
+        ge=1,
+    )
+    cuda_graph_sizes: CountList = setting(
+        [], "model", "Batches that graphs are captured for, comma separated; default: 1, 2, 4 and multiples of 8."
     )
     max_model_len: Count | None = setting(None, "model", "Longest sequence in tokens; default from the model.", ge=1)
     block_size: int | None = setting(None, "cache", "Tokens per KV-cache block (default 16).", ge=1, le=256)
-    gpu_memory_utilization: float = setting(0.92, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
+    gpu_memory_utilization: float = setting(0.9, "cache", "Share of GPU memory the executor may use.", gt=0, le=1)
     kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
     num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = setting(
+        "auto", "cache", "Type of keys and values; auto: that of activations. Others need a GPU."
+    )
     kv_offloading_size: float = setting(
         0.0,
         "cache",
@@ -212,14 +304,13 @@ class ExecutorSettings(CommonSettings):
     )
     max_num_seqs: Count | None = setting(None, "scheduler", "Most sequences running at once (default 256).", ge=1)
     max_num_batched_tokens: Count | None = setting(
-        None, "scheduler", "Most tokens computed in one step (default 2048).", ge=1
+        None, "scheduler", "Most tokens computed in one step (default 8192 on a GPU, 2048 on a CPU).", ge=1
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
+    drain_timeout_s: float = setting(
+        10.0, "scheduler", "How long an executor told to stop waits to be relieved of its sequences (seconds).", ge=0
+    )
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
-
-
-class SettingError(ValueError):
-    """A setting is wrong; the message names it."""
 
 
 S = TypeVar("S", bound=CommonSettings)

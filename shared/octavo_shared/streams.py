@@ -1,13 +1,14 @@
-"""Redis as the durable log: key names, and every operation the services do on streams.
+"""Redis as the durable log: every operation the services do on it.
 
 Streams of a model (all keys carry the model as hash tag, so scripts stay within one cluster slot):
 
 * ``requests``: the model stream, read by the scheduler through the consumer group. An entry stays pending until every
   choice of the request has its end in the log; then it is acknowledged and deleted, singly (rules L5, L6).
-* ``aborts``: who no longer wants what; entries are deleted once acted on (rule L7).
+* ``aborts``: who no longer wants what, and who has taken over from whom; entries are deleted once acted on (rule L7).
 * ``log:<gateway incarnation>``: the tokens and ends of that gateway's requests, trimmed only by its owner (rule L5).
 
-``control`` and ``control:<ask id>`` are lists (see ``octavo_shared.control``).
+``request:<id>`` are hashes (see ``octavo_shared.scripts``), ``control`` and ``control:<ask id>`` are lists (see
+``octavo_shared.control``), ``rate:<key>`` are hashes as well (see ``octavo_shared.buckets``).
 """
 
 from __future__ import annotations
@@ -15,118 +16,34 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from octavo_shared.entries import MalformedEntryError, decode_abort, decode_entry, encode_abort, encode_request
+from octavo_shared import scripts
+from octavo_shared.entries import (
+    MalformedEntryError,
+    decode_abort,
+    decode_entry,
+    decode_request,
+    encode_abort,
+    encode_request,
+)
 from octavo_shared.fold import LogEvent
 from octavo_shared.ids import RequestId
+from octavo_shared.keys import Keys
 from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord
 
 GROUP = "scheduler"
 FIELD = b"e"
 # Of one process. Hundreds of requests may begin or end in the same moment; this many are on their way at once.
 MAX_CONNECTIONS = 64
-IDEMPOTENCY_TTL_S = 24 * 3600
-
-# Set-if-absent on the request id and, when given, on the tenant's idempotency key; only then the append (rule L6).
-# Returns the id that holds the place: the new one's, or the one that came first.
-_ADMIT = """
-if KEYS[3] then
-  local first = redis.call('GET', KEYS[3])
-  if first then return first end
-end
-if not redis.call('SET', KEYS[2], '', 'NX') then return ARGV[1] end
-if KEYS[3] then redis.call('SET', KEYS[3], ARGV[1], 'EX', ARGV[3]) end
-redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
-return ARGV[1]
-"""
-
-# Trim a log behind a snapshot, unless entries arrived that the snapshot does not know of. An empty snapshot only trims.
-_TRIM = """
-local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
-if #newest == 0 or newest[1][1] ~= ARGV[1] then return 0 end
-if ARGV[2] ~= '' then
-  local at = redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
-  redis.call('XTRIM', KEYS[1], 'MINID', '=', at)
-else
-  local time, sequence = string.match(ARGV[1], '(%d+)-(%d+)')
-  redis.call('XTRIM', KEYS[1], 'MINID', '=', time .. '-' .. (tonumber(sequence) + 1))
-end
-return 1
-"""
-
-# Atomic, so that two schedulers that ask at once never get the same term.
-_NEXT_TERM = """
-if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
-return redis.call('INCR', KEYS[1])
-"""
-
-# Renew or release a lease, but only one's own.
-_RENEW = (
-    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
-)
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Names of everything Octavo keeps in Redis for one model."""
-
-    model: str
-
-    def _key(self, *parts: str) -> str:
-        return ":".join(("octavo", "{" + self.model + "}", *parts))
-
-    @property
-    def requests(self) -> str:
-        return self._key("requests")
-
-    @property
-    def aborts(self) -> str:
-        return self._key("aborts")
-
-    @property
-    def term(self) -> str:
-        return self._key("term")
-
-    @property
-    def lease(self) -> str:
-        return self._key("lease")
-
-    @property
-    def limits(self) -> str:
-        return self._key("limits")
-
-    @property
-    def metrics(self) -> str:
-        return self._key("metrics")
-
-    @property
-    def control(self) -> str:
-        return self._key("control")
-
-    def answer(self, ask_id: str) -> str:
-        return self._key("control", ask_id)
-
-    def log(self, name: str) -> str:
-        return self._key("log", name)
-
-    def gateway(self, name: str) -> str:
-        return self._key("gateway", name)
-
-    def request(self, request_id: RequestId) -> str:
-        return self._key("request", str(request_id))
-
-    def idempotency(self, tenant: str, key: str) -> str:
-        # The tenant's length first: no other tenant can choose a key that spells the same name.
-        return self._key("idempotency", str(len(tenant)), tenant, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +56,43 @@ class LogPage:
     malformed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What Redis knows of a request: its record, who owns it, and its end once that is no longer in the log."""
+
+    record: RequestRecord
+    # Raised by every reconnect; the gateway whose client it is ("" = the one the request is named after).
+    generation: int
+    gateway: str
+    # Its choices as they were when all had ended; empty while that is to be read from the log.
+    end: tuple[LogEvent, ...]
+    # It has not been acknowledged yet.
+    is_owed: bool
+
+
 class NoGroupError(RuntimeError):
     """The model stream has no consumer group (any more)."""
 
 
+class _FailsAsConnection:
+    """Mixed into a connection class: a transport that has been closed meanwhile is a lost connection like any other.
+
+    uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        try:
+            await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        except RuntimeError as error:
+            raise RedisConnectionError(str(error)) from error
+
+
 class _PatientPool(redis.asyncio.BlockingConnectionPool):
     """Connections for whoever comes first. When all are busy one waits; the plain pool raises as if Redis were away."""
+
+    def __init__(self, *, connection_class: type[AbstractConnection] = redis.asyncio.Connection, **kwargs: Any) -> None:
+        kind = type(connection_class.__name__, (_FailsAsConnection, connection_class), {})
+        super().__init__(connection_class=kind, **kwargs)
 
     async def release(self, connection: AbstractConnection) -> None:
         # A release that is cancelled half-way would never give the connection back.
@@ -157,11 +105,17 @@ class Streams:
     def __init__(self, client: redis.asyncio.Redis, model: str) -> None:
         self.client = client
         self.keys = Keys(model)
-        self._admit = client.register_script(_ADMIT)
-        self._trim = client.register_script(_TRIM)
-        self._next_term = client.register_script(_NEXT_TERM)
-        self._renew = client.register_script(_RENEW)
-        self._release = client.register_script(_RELEASE)
+        self._admit = client.register_script(scripts.ADMIT)
+        self._readmit = client.register_script(scripts.READMIT)
+        self._finish = client.register_script(scripts.FINISH)
+        self._look_up = client.register_script(scripts.LOOK_UP)
+        self._adopt = client.register_script(scripts.ADOPT)
+        self._abort = client.register_script(scripts.ABORT)
+        self._trim = client.register_script(scripts.TRIM)
+        self._next_term = client.register_script(scripts.NEXT_TERM)
+        self._take = client.register_script(scripts.TAKE)
+        self._renew = client.register_script(scripts.RENEW)
+        self._release = client.register_script(scripts.RELEASE)
 
     @classmethod
     def connect(cls, url: str, model: str) -> Streams:
@@ -181,16 +135,60 @@ class Streams:
 
     # --- requests ---
 
-    async def admit(self, record: RequestRecord) -> RequestId:
-        """Append a request unless its id or idempotency key is taken; returns the id that holds the place."""
-        keys = [self.keys.requests, self.keys.request(record.id)]
-        if record.idempotency_key:
-            keys.append(self.keys.idempotency(record.tenant, record.idempotency_key))
-        holder = await self._admit(
-            keys=keys,
-            args=[str(record.id), encode_request(record), IDEMPOTENCY_TTL_S],
-        )
+    async def run_id(self) -> str:
+        """Which life of the Redis server this is. Another one may have lost what the append-only file had not got yet."""
+        info: Any = await self.client.info("server")
+        return str(info["run_id"])
+
+    async def admit(self, *records: RequestRecord) -> RequestId:
+        """Append the requests of one answer, all of them at once; one whose id is taken is left as it is.
+
+        If they have an idempotency key and that is taken, nothing is appended at all. Returns the first id of the answer that
+        holds the key: the one that is given, or the one that was faster.
+        """
+        first = records[0]
+        keys = [self.keys.requests, *(self.keys.request(record.id) for record in records), *self._idempotency(first)]
+        holder = await self._admit(keys=keys, args=[len(records), str(first.id), *map(encode_request, records)])
         return RequestId.parse(holder.decode())
+
+    async def readmit(self, record: RequestRecord, snapshot: bytes = b"") -> bool:
+        """After a changed run id (rule L9): append a request again if Redis has lost it; True when it had.
+
+        ``snapshot`` is an encoded entry with what was delivered of it; it goes into the request's log either way, before the
+        scheduler can see the request. ``record`` must say that it is ``readmitted``.
+        """
+        assert record.readmitted, "the scheduler would start it without looking at its log"
+        keys = [
+            self.keys.requests,
+            self.keys.request(record.id),
+            self.keys.log(record.id.log),
+            *self._idempotency(record),
+        ]
+        return bool(await self._readmit(keys=keys, args=[encode_request(record), snapshot, str(record.siblings[0])]))
+
+    def _idempotency(self, record: RequestRecord) -> list[str]:
+        return [self.keys.idempotency(record.tenant, record.idempotency_key)] if record.idempotency_key else []
+
+    async def idempotent(self, tenant: str, key: str) -> RequestId | None:
+        """The first id of the answer that holds an idempotency key; None when nobody does."""
+        holder: Any = await self.client.get(self.keys.idempotency(tenant, key))
+        return RequestId.parse(holder.decode()) if holder else None
+
+    async def look_up(self, request_ids: Sequence[RequestId]) -> list[Standing | None]:
+        """What is known of each request; None for what has never been admitted, or is no longer kept."""
+        async with self.client.pipeline(transaction=False) as pipe:
+            for request_id in request_ids:
+                await self._look_up(keys=[self.keys.requests, self.keys.request(request_id)], client=pipe)
+            return [_standing(reply) for reply in await pipe.execute()]
+
+    async def adopt(self, request_ids: Sequence[RequestId], generation: int, gateway: str) -> int:
+        """A client of ``gateway`` follows an answer's requests from now on: whatever an earlier owner says counts no more.
+
+        Returns 0, or the generation there is if that is not below ``generation``; then nothing has happened.
+        """
+        keys = [self.keys.aborts, *map(self.keys.request, request_ids)]
+        news = [encode_abort(AbortRecord(one, -1, generation, "adopted", new_owner=gateway)) for one in request_ids]
+        return int(await self._adopt(keys=keys, args=[generation, gateway, *news]))
 
     async def create_group(self) -> None:
         """Make the consumer group (and the stream) if they are not there."""
@@ -217,20 +215,14 @@ class Streams:
             raise
         return _entries(reply)
 
+    async def newest_request(self) -> bytes:
+        """The id of the newest entry that the model stream ever had."""
+        info: Any = await self.client.xinfo_stream(self.keys.requests)
+        return bytes(info["last-generated-id"])
+
     async def num_pending(self) -> int:
         """Entries of the model stream that have been read and are not acknowledged yet."""
         return int((await self.client.xpending(self.keys.requests, GROUP))["pending"])
-
-    async def read_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
-        """Everything a consumer has been sent and has not acknowledged, once more (b"" for what has been deleted)."""
-        entries: list[tuple[bytes, bytes]] = []
-        after: bytes | str = "0"
-        while True:
-            page = _entries(await self.client.xreadgroup(GROUP, consumer, {self.keys.requests: after}, count=256))
-            if not page:
-                return entries
-            entries += page
-            after = page[-1][0]
 
     async def claim_pending(self, consumer: str) -> list[tuple[bytes, bytes]]:
         """Take over every pending entry, whoever had it (only for the holder of a fresh lease)."""
@@ -243,29 +235,46 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(self, entry_id: bytes, request_id: RequestId | None) -> None:
-        """Acknowledge and delete an entry whose every choice has its end in the log."""
-        async with self.client.pipeline(transaction=True) as pipe:
-            pipe.xack(self.keys.requests, GROUP, entry_id)
-            pipe.xdel(self.keys.requests, entry_id)
-            if request_id is not None:
-                pipe.delete(self.keys.request(request_id))
-            await pipe.execute()
+    async def finish_request(
+        self, entry_id: bytes, record: RequestRecord | None, holder: str = "", life: str = ""
+    ) -> bool:
+        """Acknowledge and delete an entry whose every choice has its end in the log.
+
+        With ``holder`` only while that one holds the scheduler's lease, in this ``life`` of Redis (a run id) if one is given;
+        False when not. Who has been replaced unawares may have logged an end that counts for nothing, and a Redis that was
+        restarted may have forgotten it. Once every request of an answer is acknowledged, they and the
+        idempotency key that names them are kept for as long as their records say.
+        """
+        keys = [self.keys.requests, self.keys.lease]
+        args: list[str | bytes | int] = [GROUP, entry_id, f"{holder} {life}" if holder else ""]
+        if record is not None:
+            siblings = record.siblings
+            keys += [*map(self.keys.request, siblings), *self._idempotency(record)]
+            args += [len(siblings), record.place + 1, record.resume_ttl_ms, str(siblings[0])]
+        return bool(await self._finish(keys=keys, args=args))
 
     async def unfinished(self, request_ids: Sequence[RequestId]) -> list[bool]:
         """For each request whether it is still to be acknowledged."""
+        return [entry is not None for entry in await self._fields(request_ids, "entry")]
+
+    async def owners(self, request_ids: Sequence[RequestId]) -> list[tuple[int, str] | None]:
+        """For each request its generation and whose client follows it; None where nobody has ever reconnected."""
+        return [_owner(owner) if owner else None for owner in await self._fields(request_ids, "owner")]
+
+    async def _fields(self, request_ids: Sequence[RequestId], name: str) -> list[bytes | None]:
         if not request_ids:
             return []
         async with self.client.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
-                pipe.exists(self.keys.request(request_id))
-            return [bool(answer) for answer in await pipe.execute()]
+                pipe.hget(self.keys.request(request_id), name)
+            return list(await pipe.execute())
 
     # --- aborts ---
 
     async def append_abort(self, record: AbortRecord) -> None:
-        """Say that a choice is no longer wanted."""
-        await self.client.xadd(self.keys.aborts, {FIELD: encode_abort(record)})
+        """Say that a choice is no longer wanted, unless somebody of a later generation wants it."""
+        keys = [self.keys.aborts, self.keys.request(record.request_id)]
+        await self._abort(keys=keys, args=[record.owner_generation, encode_abort(record)])
 
     async def read_aborts(self, after: bytes | str, *, block_ms: int) -> list[tuple[bytes, AbortRecord | None]]:
         """Aborts after an entry id; None stands for one that cannot be read."""
@@ -296,9 +305,18 @@ class Streams:
                 malformed += 1
         return LogPage(events, after, malformed)
 
-    async def trim_log(self, log: str, newest_id: str, snapshot: bytes) -> bool:
-        """Replace everything up to ``newest_id`` by a snapshot; False when newer entries exist (try again later)."""
-        return bool(await self._trim(keys=[self.keys.log(log)], args=[newest_id, snapshot]))
+    async def trim_log(
+        self, log: str, last_id: str, snapshot: bytes, ends: Mapping[RequestId, bytes] | None = None
+    ) -> str:
+        """Put a snapshot in place of everything up to ``last_id``; what came after that stands behind it again.
+
+        ``ends`` are the final states, as entries, of requests that the snapshot leaves out: they are kept with the request for
+        as long as that is. Returns the snapshot's id, or ``last_id`` when it is empty: where to read on.
+        """
+        ends = ends or {}
+        keys = [self.keys.log(log), *map(self.keys.request, ends)]
+        at = await self._trim(keys=keys, args=[last_id, snapshot, *ends.values()])
+        return at.decode() or last_id
 
     async def delete_log(self, log: str) -> None:
         """Forget a log none of whose requests is unfinished."""
@@ -307,7 +325,8 @@ class Streams:
     async def log_names(self) -> set[str]:
         """The gateway incarnations of all logs there are."""
         prefix = self.keys.log("")
-        return {key.decode().removeprefix(prefix) async for key in self.client.scan_iter(match=_literal(prefix) + "*")}
+        found = self.client.scan_iter(match=_literal(prefix) + "*", count=1000)
+        return {key.decode().removeprefix(prefix) async for key in found}
 
     async def living_gateways(self, names: Sequence[str]) -> set[str]:
         """Those of ``names`` whose lease has not run out."""
@@ -319,8 +338,8 @@ class Streams:
     # --- leases and what is published ---
 
     async def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
-        """Take a lease if it is free."""
-        return bool(await self.client.set(key, holder, nx=True, px=int(ttl_s * 1000)))
+        """Take a lease if it is free, or ours already."""
+        return bool(await self._take(keys=[key], args=[holder, int(ttl_s * 1000)]))
 
     async def renew_lease(self, key: str, holder: str, ttl_s: float) -> bool:
         """Keep a lease; False when it is no longer ours."""
@@ -332,7 +351,7 @@ class Streams:
 
     async def next_term(self, at_least: int = 0) -> int:
         """A term greater than every one before, and than ``at_least``."""
-        return int(await self._next_term(keys=[self.keys.term], args=[at_least]))
+        return int(await self._next_term(keys=[self.keys.term, self.keys.life], args=[at_least]))
 
     async def publish_limits(self, limits: ModelLimits) -> None:
         """Tell gateways what can be served."""
@@ -351,6 +370,11 @@ class Streams:
     async def publish_metrics(self, service: str, exposition: bytes) -> None:
         """A service's metrics in Prometheus' text format, for gateways to serve."""
         await self.client.hset(self.keys.metrics, service, exposition)
+
+    async def let_published_expire(self, service: str, after_s: float = 5.0) -> None:
+        """A scheduler leaves: its metrics go, what it said of limits is forgotten unless another one says it again."""
+        await self.client.pexpire(self.keys.limits, int(after_s * 1000))
+        await self.client.hdel(self.keys.metrics, service)
 
     async def read_metrics(self) -> dict[bytes, bytes]:
         """Every service's metrics."""
@@ -375,6 +399,23 @@ def _entries(reply: Any) -> list[tuple[bytes, bytes]]:
     else:
         entries = reply[0][1]
     return [(entry_id, (fields or {}).get(FIELD, b"")) for entry_id, fields in entries]
+
+
+def _owner(value: bytes) -> tuple[int, str]:
+    generation, _, gateway = value.decode().partition(" ")
+    return int(generation), gateway
+
+
+def _standing(reply: Any) -> Standing | None:
+    payload, owner, end, owed = reply
+    if not payload:
+        return None
+    try:
+        record = decode_request(payload)
+        generation, gateway = _owner(owner) if owner else (record.owner_generation, "")
+        return Standing(record, generation, gateway, tuple(decode_entry(end)) if end else (), bool(owed))
+    except (MalformedEntryError, ValueError):
+        return None
 
 
 def _decode_abort(payload: bytes) -> AbortRecord | None:

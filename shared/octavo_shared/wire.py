@@ -16,9 +16,13 @@ from octavo_shared.plan import (
     NO_FLOATS,
     NO_INTS,
     NO_MOVES,
+    NO_NAMES,
+    NO_OFFER,
+    CacheOffer,
     ExecutorInfo,
     NewSequence,
     PageMoves,
+    PageNames,
     StepPlan,
     StepResult,
     StepTimings,
@@ -29,13 +33,13 @@ from octavo_shared.records import Int32Array
 # Both ends of the line ask whether the other still answers. A machine that is switched off, a cut network or a frozen
 # process sends no end of stream: without this the other side would wait for ever.
 KEEPALIVE_OPTIONS = [
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # By default that many questions are taken for an attack, and the other side hangs up.
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_500),
     ("grpc.http2.max_ping_strikes", 0),
 ]
 
@@ -62,11 +66,15 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """An executor lives and has finished ``step`` of ``epoch``; ``draining`` asks to be relieved."""
+    """An executor lives and has finished ``step`` of ``epoch``; ``draining`` asks to be relieved.
+
+    ``step_s`` is how long the step it is in has lasted (seconds), 0 when it is between steps.
+    """
 
     epoch: int
     step: int
     draining: bool = False
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,13 @@ class Refusal:
     reason: str
 
 
-FromExecutor = ExecutorInfo | StepResult | Logged | Resync | Heartbeat
-FromScheduler = Welcome | StepPlan | Refusal
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """An executor that asked to leave has been relieved of everything."""
+
+
+FromExecutor = ExecutorInfo | StepResult | Logged | Resync | Heartbeat | CacheOffer
+FromScheduler = Welcome | StepPlan | Refusal | Farewell
 
 _INFO_FIELDS = tuple(ExecutorInfo.__dataclass_fields__)
 _PLAN_ARRAYS = (
@@ -119,6 +132,8 @@ def to_executor(message: FromScheduler) -> pb.SchedulerMessage:
         return pb.SchedulerMessage(plan=_plan_to_proto(message))
     if isinstance(message, Welcome):
         return pb.SchedulerMessage(welcome=pb.Welcome(term=message.term, epoch=message.epoch))
+    if isinstance(message, Farewell):
+        return pb.SchedulerMessage(farewell=pb.Farewell())
     return pb.SchedulerMessage(refusal=pb.Refusal(reason=message.reason))
 
 
@@ -136,6 +151,8 @@ def from_scheduler(message: pb.SchedulerMessage) -> FromScheduler:
             return Welcome(message.welcome.term, message.welcome.epoch)
         if kind == "refusal":
             return Refusal(message.refusal.reason)
+        if kind == "farewell":
+            return Farewell()
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error
     raise MalformedEntryError("a scheduler message of no known kind")
@@ -149,8 +166,12 @@ def to_scheduler(message: FromExecutor) -> pb.ExecutorMessage:
         return pb.ExecutorMessage(logged=pb.Logged(epoch=message.epoch, step=message.step))
     if isinstance(message, Heartbeat):
         return pb.ExecutorMessage(
-            heartbeat=pb.Heartbeat(epoch=message.epoch, step=message.step, draining=message.draining)
+            heartbeat=pb.Heartbeat(
+                epoch=message.epoch, step=message.step, draining=message.draining, step_s=message.step_s
+            )
         )
+    if isinstance(message, CacheOffer):
+        return pb.ExecutorMessage(offer=_offer_to_proto(message))
     if isinstance(message, Resync):
         return pb.ExecutorMessage(
             resync=pb.Resync(epoch=message.epoch, expected_step=message.expected_step, reason=message.reason)
@@ -171,7 +192,10 @@ def from_executor(message: pb.ExecutorMessage) -> FromExecutor:
         if kind == "logged":
             return Logged(message.logged.epoch, message.logged.step)
         if kind == "heartbeat":
-            return Heartbeat(message.heartbeat.epoch, message.heartbeat.step, message.heartbeat.draining)
+            beat = message.heartbeat
+            return Heartbeat(beat.epoch, beat.step, beat.draining, beat.step_s)
+        if kind == "offer":
+            return _offer_from_proto(message.offer)
         if kind == "resync":
             resync = message.resync
             return Resync(resync.epoch, resync.expected_step, resync.reason)
@@ -199,7 +223,41 @@ def _plan_to_proto(plan: StepPlan) -> pb.StepPlan:
         if len(moves):
             target.source, target.destination = _pack(moves.source), _pack(moves.destination)
             target.generations = moves.generations.astype("<u4", copy=False).tobytes()
+    if plan.names is not NO_OFFER:
+        _names_to_proto(plan.names.device, message.device_names)
+        _names_to_proto(plan.names.host, message.host_names)
+        message.roots.extend(pb.CacheRoot(number=number, root=root) for number, root in plan.names.roots)
     return message
+
+
+def _offer_to_proto(offer: CacheOffer) -> pb.CacheOffer:
+    message = pb.CacheOffer(roots=[pb.CacheRoot(number=number, root=root) for number, root in offer.roots])
+    _names_to_proto(offer.device, message.device)
+    _names_to_proto(offer.host, message.host)
+    return message
+
+
+def _names_to_proto(names: PageNames, target: pb.PageNames) -> None:
+    if len(names):
+        target.pages, target.tokens = _pack(names.pages), _pack(names.tokens)
+        target.numbers = names.numbers.astype("<i8", copy=False).tobytes()
+        target.parents = names.parents.astype("<i8", copy=False).tobytes()
+
+
+def _offer_from_proto(message: pb.CacheOffer) -> CacheOffer:
+    roots = tuple((root.number, root.root) for root in message.roots)
+    return CacheOffer(_names_from_proto(message.device), _names_from_proto(message.host), roots)
+
+
+def _names_from_proto(message: pb.PageNames) -> PageNames:
+    if not (message.pages or message.numbers or message.parents or message.tokens):
+        return NO_NAMES
+    numbers, parents = np.frombuffer(message.numbers, "<i8"), np.frombuffer(message.parents, "<i8")
+    pages, tokens = _ints(message.pages), _ints(message.tokens)
+    named = int((numbers != 0).sum())
+    if not len(pages) == len(numbers) == len(parents) or (len(tokens) % named if named else len(tokens)):
+        raise ValueError("columns of page names do not fit together")
+    return PageNames(pages, numbers, parents, tokens.reshape(named, -1) if named else tokens)
 
 
 def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
@@ -211,6 +269,7 @@ def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
         copy_out=_moves_from_proto(message.copy_out),
         copies=_moves_from_proto(message.copies),
         restores=_moves_from_proto(message.restores),
+        names=_plan_names(message),
         **{name: _ints(getattr(message, name)) for name in _PLAN_ARRAYS},
     )
     rows = len(plan.row_slots)
@@ -224,6 +283,12 @@ def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
     ):
         raise ValueError("columns of a plan do not fit together")
     return plan
+
+
+def _plan_names(message: pb.StepPlan) -> CacheOffer:
+    device, host = _names_from_proto(message.device_names), _names_from_proto(message.host_names)
+    roots = tuple((root.number, root.root) for root in message.roots)
+    return CacheOffer(device, host, roots) if len(device) or len(host) or roots else NO_OFFER
 
 
 def _adds_up(counts: Int32Array, total: int) -> bool:

@@ -1,8 +1,9 @@
-"""Every command shown in README.md and docs/models.md works as shown."""
+"""Every command shown in README.md and on some pages of docs/ works as shown."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from octavo.main import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/models.md")
+PAGES = ("README.md", "docs/chaos.md", "docs/models.md")
 
 
 def blocks(language: str) -> list[str]:
@@ -40,7 +41,7 @@ def test_every_kind_of_command_is_covered_here() -> None:
 def test_make_targets_exist(command: str) -> None:
     if shutil.which("make") is None:
         pytest.fail("make is needed to run the project")
-    done = subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -97,6 +97,16 @@ def test_a_killed_server_comes_back_with_its_data(server: Path, home: Path) -> N
     instance.remove()
 
 
+def test_it_writes_to_disk_as_often_as_it_is_told(server: Path, home: Path) -> None:
+    instance = InstanceDir()
+    embedded = EmbeddedRedis(instance, server=server, appendfsync="always")
+    embedded.start()
+    with redis.Redis.from_url(embedded.url) as client:
+        assert client.config_get("appendfsync")["appendfsync"] == "always"
+    embedded.stop()
+    instance.remove()
+
+
 def test_a_path_too_long_for_a_socket_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_HOME", str(tmp_path / ("long" * 40)))
     instance = InstanceDir()

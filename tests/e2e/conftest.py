@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 
 from e2e_stack import Stack
+from service_set import redis_server
 from tiny_models import save_tiny_model
 
 
@@ -77,18 +78,37 @@ def stack(start_stack: Callable[..., Stack]) -> Stack:
     return start_stack()
 
 
-@pytest.fixture
-def free_port() -> int:
-    """A port nobody listens on."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run only when a marker expression asks for them (``make test-slow``)."""
-    if not config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if item not in slow]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
+@pytest.fixture
+def free_port() -> int:
+    """A port nobody listens on."""
+    return _free_port()
+
+
+@pytest.fixture(scope="module")
+def module_port() -> int:
+    """One for a whole module."""
+    return _free_port()
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    """A Redis of one's own."""
+    process, url = redis_server(tmp_path)
+    yield url
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One for a whole module."""
+    process, url = redis_server(tmp_path_factory.mktemp("redis"))
+    yield url
+    process.kill()
+    process.wait(10)

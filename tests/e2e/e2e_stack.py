@@ -37,7 +37,7 @@ class Stack:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self.wait_for(r"ready: .* on (http://\S+) ")[1]
+        self.url = self.wait_for(r"ready: .* on (https?://\S+) ")[1]
 
     def _read(self) -> None:
         assert self.process.stdout is not None

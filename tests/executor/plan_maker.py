@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octavo_executor.device import Device
 from octavo_executor.host_pages import HostPages
-from octavo_executor.kv_cache import KvCache
+from octavo_executor.kv_cache import KvCache, choose_page_dtype
 from octavo_executor.model import Transformer
 from octavo_executor.runner import Runner
 from octavo_executor.spec import read_spec
@@ -42,15 +42,17 @@ def make_runner(
     *,
     dtype: str = "float32",
     host_pages: int = 0,
-    host: Callable[[KvCache, Kernels, int], HostPages] = HostPages,
+    device: Device | None = None,
+    graph_sizes: tuple[int, ...] = (),
+    page_dtype: str = "auto",
+    kernels: Kernels | None = None,
 ) -> Runner:
     """A runner over the tiny model in ``folder``; few logits at once, so that chunks of them are exercised."""
     spec = read_spec(folder)
-    kernels = choose_kernels(backend, head_dim=spec.head_dim, block_size=block_size, threads=2)
+    kernels = kernels or make_kernels(backend, spec.head_dim, block_size)
     dtypes = choose_dtypes(dtype, spec.checkpoint_dtype, kernels)
-    cache = KvCache(spec, 80, block_size, dtypes.kv, kernels.empty)
-    cache.k.fill_(float("nan"))
-    cache.v.fill_(float("nan"))
+    cache = KvCache(spec, 80, block_size, choose_page_dtype(page_dtype, dtypes.kv, spec, block_size, kernels), kernels)
+    spoil(cache)
     model = Transformer(
         spec,
         load_weights(folder, spec, kernels, dtypes),
@@ -61,9 +63,27 @@ def make_runner(
         max_tokens=128,
         max_seqs=MAX_SEQS,
         max_logits=max_logits,
+        device=device,
     )
-    tier = host(cache, kernels, host_pages)
-    return Runner(model, kernels, cache, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_SEQS, host=tier)
+    tier = HostPages(cache, kernels, host_pages, device)
+    runner = Runner(model, kernels, cache, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_SEQS, host=tier)
+    runner.capture_graphs(graph_sizes)
+    return runner
+
+
+def make_kernels(backend: str, head_dim: int, block_size: int) -> Kernels:
+    return choose_kernels(
+        backend, head_dim=head_dim, block_size=block_size, threads=2, max_tokens=128, max_seqs=MAX_SEQS
+    )
+
+
+def spoil(cache: KvCache) -> None:
+    """Fill all pages with what must never be used."""
+    for pages in (cache.k, cache.v):
+        if pages.dtype.is_floating_point:
+            pages.fill_(float("nan"))
+        else:
+            pages.fill_(127)
 
 
 @dataclass

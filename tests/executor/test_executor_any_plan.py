@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
+from late_device import LateDevice
 from plan_maker import MAX_MODEL_LEN, MAX_SEQS, PlanMaker, ints, make_runner
 from tiny_models import random_tokens, save_tiny_model
 
@@ -116,14 +117,14 @@ def changes(draw: st.DrawFn) -> dict[str, object]:
     return change
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+@pytest.fixture(scope="module", params=["at once", "late"])
+def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runner:
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model("llama", folder)
-    return make_runner(folder, host_pages=HOST_PAGES)
+    return make_runner(folder, host_pages=HOST_PAGES, device=LateDevice(1) if request.param == "late" else None)
 
 
-@hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(change=changes())
 def test_any_plan_is_carried_out_or_refused(loaded: Runner, change: dict[str, object]) -> None:
     loaded.reset()

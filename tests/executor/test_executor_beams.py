@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from late_device import LateDevice
 from plan_maker import PlanMaker, Running, ints, make_runner
 from tiny_models import random_tokens, save_tiny_model
 
@@ -33,9 +34,10 @@ def theirs(folder: Path) -> Any:
     return save_tiny_model("qwen3", folder)
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
+@pytest.fixture(scope="module", params=["cpu", "reference", "late"])
 def maker_of(folder: Path, theirs: Any, request: pytest.FixtureRequest) -> Any:
-    runner = make_runner(folder, request.param)
+    late = request.param == "late"
+    runner = make_runner(folder, "cpu" if late else request.param, device=LateDevice(1) if late else None)
 
     def make() -> PlanMaker:
         runner.reset()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late_device import LateDevice
 from plan_maker import PlanMaker, Running, ints, make_runner
 from tiny_models import random_tokens, save_tiny_model
 
@@ -32,11 +33,11 @@ PICKY = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+@pytest.fixture(scope="module", params=["at once", "late"])
+def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runner:
     folder: Path = tmp_path_factory.mktemp("model")
     save_tiny_model("qwen3", folder)
-    return make_runner(folder, block_size=BLOCK)
+    return make_runner(folder, block_size=BLOCK, device=LateDevice(1) if request.param == "late" else None)
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from late_pages import LateHostPages
+from late_device import LateDevice
 from plan_maker import PlanMaker, Running, ints, make_runner, moves
 from tiny_models import random_tokens, save_tiny_model
 from torch import Tensor
 
 from octavo_executor.batch import PlanError
-from octavo_executor.host_pages import HostPages
 from octavo_executor.runner import Runner
 from octavo_executor.serve import load_model
 from octavo_shared.plan import PageMoves
@@ -40,7 +39,7 @@ CASES = {
     "cpu-bfloat16": {"dtype": "bfloat16"},
     "cpu-block-8": {"block_size": 8},
     "reference": {"backend": "reference"},
-    "late": {"host": LateHostPages},
+    "late": {"device": LateDevice("copy last")},
 }
 
 
@@ -77,8 +76,6 @@ def test_a_page_is_one_piece_on_the_host(maker: PlanMaker) -> None:
 
 def test_phases_are_in_order(maker: PlanMaker) -> None:
     """Out, then between device pages, then back in: each phase sees what the one before has done."""
-    if isinstance(maker.runner._moves._host, LateHostPages):
-        pytest.skip("moves between the tiers of one plan touch other pages there")
     mark(maker.runner, 6)
     before = [content(maker.runner, page) for page in range(6)]
     old_host = host_content(maker.runner, 4).clone()
@@ -146,7 +143,8 @@ def test_a_restored_page_read_too_early_would_be_found_out(folder: Path, theirs:
     """What the test above relies on: with a slow copy engine, a row in the restoring plan itself reads old content."""
     prompt = random_tokens(45, 1)
     in_time, late = (
-        PlanMaker(make_runner(folder, host_pages=HOST_PAGES, host=kind)) for kind in (HostPages, LateHostPages)
+        PlanMaker(make_runner(folder, host_pages=HOST_PAGES, device=device))
+        for device in (None, LateDevice("copy last"))
     )
     first, resumed = run_on_restored_pages(in_time, prompt, restored_before=False)
     assert first.tokens + resumed.tokens == greedy(theirs, prompt, 12)

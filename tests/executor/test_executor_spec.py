@@ -91,7 +91,7 @@ def test_windows() -> None:
         ({"architectures": None}, "none named"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"hidden_act": "relu"}, "relu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "GPTQ with 3 bits"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_is(change: dict[str, Any], message: str) -> None:
@@ -195,7 +195,8 @@ def test_auto_dtype() -> None:
 
 def test_pool_sizes() -> None:
     spec = spec_from_config(BASE)
-    size = block_bytes(spec, 16, torch.float32)
+    kernels = choose_kernels("cpu", head_dim=spec.head_dim, block_size=16)
+    size = block_bytes(spec, 16, torch.float32, kernels)
     assert size == 2 * 4 * 4 * 16 * 16 * 4
     request = PoolRequest(size, 16, 512, 8, available_bytes=10**9)
     assert plan_num_blocks(request) == 8 * 32

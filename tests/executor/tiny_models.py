@@ -96,7 +96,7 @@ class Driver:
         spec = read_spec(folder)
         kernels = choose_kernels(backend, head_dim=spec.head_dim, block_size=block_size, threads=2)
         dtypes = choose_dtypes(dtype, spec.checkpoint_dtype, kernels)
-        self.cache = KvCache(spec, 400 // block_size + 16, block_size, dtypes.kv, kernels.empty)
+        self.cache = KvCache(spec, 400 // block_size + 16, block_size, dtypes.kv, kernels)
         self.cache.k.fill_(float("nan"))
         self.cache.v.fill_(float("nan"))
         self.model = Transformer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import ssl
 import threading
 import time
 from collections import defaultdict
@@ -230,7 +231,7 @@ class Engine:
             return
         for key, choices in list(self._live.items()):
             if all(live.ended for live in choices):
-                await self._streams.finish_request(self._entries.pop(key), choices[0].record.id)
+                await self._streams.finish_request(self._entries.pop(key), choices[0].record)
                 del self._live[key]
 
 
@@ -299,8 +300,8 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = 15.0) -
 
 
 @contextmanager
-def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
-    """A gateway in a thread and its engine, ready to serve."""
+def open_stage(redis_url: str, name: str, tls: ssl.SSLContext | None = None, **flags: Any) -> Iterator[Stage]:
+    """A gateway in a thread and its engine, ready to serve; with ``tls`` the client speaks HTTPS."""
     flags = {"model": str(MODEL_FOLDER), "served_model_name": [name], "redis_url": redis_url, "port": 0, **flags}
     settings = load_settings(GatewaySettings, **flags)
     server = Server(settings)
@@ -316,7 +317,8 @@ def open_stage(redis_url: str, name: str, **flags: Any) -> Iterator[Stage]:
     with Engine(redis_url, name) as engine:
         thread.start()
         eventually(lambda: server.started, "the gateway listens")
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
+        scheme, verify = ("http", True) if tls is None else ("https", tls)
+        with httpx.Client(base_url=f"{scheme}://127.0.0.1:{server.port}", timeout=30, verify=verify) as client:
             eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
             yield Stage(server, engine, client, settings, loops[0])
         server.should_exit = True

@@ -6,6 +6,7 @@ The executor in here computes nothing: it answers plans with made-up tokens, whi
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -169,6 +170,7 @@ class Stage:
         self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1, beam_width: int = 0, **fields: Any
     ) -> RequestId:
         request_id = RequestId(LOG, serial)
+        await self.streams.take_lease(self.streams.keys.gateway(LOG), LOG, 600)
         prompt = np.arange(prompt_tokens, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, beam_width=beam_width)
         await self.streams.admit(RequestRecord(request_id, time.time_ns() // 1000, prompt, sampling, n=n, **fields))
@@ -195,6 +197,14 @@ class Stage:
         """From now on the executor carries out whatever comes; wait until nothing is owed any more."""
         executor.keep_working()
         await self.until(self.all_acknowledged)
+
+    async def listening(self) -> None:
+        """Wait until the scheduler holds the lease and listens."""
+
+        async def is_there() -> bool:
+            return await asyncio.to_thread(os.path.exists, self.address.removeprefix("unix:"))
+
+        await self.until(is_there)
 
     @property
     def service(self) -> SchedulerService:

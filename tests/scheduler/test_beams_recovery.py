@@ -114,7 +114,8 @@ def test_another_scheduler_ends_the_search(valkey: str, steps: int, trimmed: boo
         if trimmed:
             page = await streams.read_log(LOG, "0", count=1000)
             snapshot = encode_snapshot(LogFold().apply_all(page.events).snapshots()) if page.events else b""
-            assert await streams.trim_log(LOG, page.last_id, snapshot) or not page.events
+            await streams.trim_log(LOG, page.last_id, snapshot)
+            assert await streams.client.xlen(streams.keys.log(LOG)) == (1 if snapshot else 0)
         (resumption,) = await fence_and_read(streams, [live], NEW_TERM)
         if first.search.is_over:
             assert (resumption.ended, resumption.outputs, resumption.beams) == ((0, 1), {}, None)
@@ -185,5 +186,35 @@ def test_searches_and_others_in_one_log_are_kept_apart(valkey: str) -> None:
         assert [one.live for one in found] == lives
         assert [one.beams for one in found] == [fenced(desks[0].search.state), None, fenced(desks[1].search.state)]
         assert found[1].outputs == {0: [5, 6], 1: []}
+
+    play(scene, valkey)
+
+
+class TrimmedAtOnce(Streams):
+    """A log whose gateway reads each entry and trims the log behind it, before anyone else reads on."""
+
+    async def append_log(self, log: str, entry: bytes) -> None:
+        await super().append_log(log, entry)
+        page = await self.read_log(log, "0", count=1000)
+        snapshot = encode_snapshot(LogFold().apply_all(page.events).snapshots())
+        assert await self.trim_log(log, page.last_id, snapshot)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_the_log_is_trimmed_between_the_fence_and_its_reading(valkey: str, steps: int) -> None:
+    """The fence is then part of the snapshot; a search that began anew would never be heard again."""
+
+    async def scene(streams: Streams) -> None:
+        live = request(1)
+        wanted = expected(live)
+        first = Desk(streams, live, OLD_TERM)
+        while first.search.state.position < steps and not first.search.is_over:
+            await first.step()
+        (resumption,) = await fence_and_read(TrimmedAtOnce(streams.client, "tiny"), [live], NEW_TERM)
+        if not first.search.is_over:
+            second = Desk(streams, live, NEW_TERM, resumption)
+            while not second.search.is_over:
+                await second.step()
+        assert await outcome(streams, 1) == wanted
 
     play(scene, valkey)

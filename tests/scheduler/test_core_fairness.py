@@ -167,10 +167,15 @@ class Market:
         self.steps = 0
 
     def ask(
-        self, tenant: str, count: int, prompt: tuple[int, int] = (8, 40), output: tuple[int, int] = (5, 50)
+        self,
+        tenant: str,
+        count: int,
+        prompt: tuple[int, int] = (8, 40),
+        output: tuple[int, int] = (5, 50),
+        weight: float = 0.0,
     ) -> None:
         for _ in range(count):
-            one = self.bench.add(self.rng.randint(*prompt), max_tokens=500, tenant=tenant)
+            one = self.bench.add(self.rng.randint(*prompt), max_tokens=500, tenant=tenant, tenant_weight=weight)
             self.outputs[one.uid] = self.rng.randint(*output)
             self.tenant[one.uid] = tenant
             self.waited[one.uid] = -self.steps
@@ -222,6 +227,19 @@ def test_backlogged_tenants_get_their_shares(
         assert abs(a - b) <= VTC_BOUND
     assert market.given.total() > 4 * VTC_BOUND, "long enough to tell"
     assert a / b == pytest.approx(1, abs=0.08)
+
+
+@pytest.mark.parametrize("settings", [{}, {"b": 0.25}])
+def test_requests_may_carry_their_tenants_weight(settings: dict[str, float]) -> None:
+    market = Market(tenant_weights=settings)
+    # What is said first is an earlier word, and the operator's setting is the last one.
+    market.ask("a", 1, weight=9.0)
+    market.ask("a", 300, weight=2.0)
+    market.ask("b", 300, weight=1.0)
+    while all(market.waiting()[tenant] for tenant in "ab") and market.steps < 900:
+        market.step()
+    assert market.given.total() > 4 * VTC_BOUND, "long enough to tell"
+    assert market.given["a"] / market.given["b"] == pytest.approx(2 / settings.get("b", 1.0), rel=0.15)
 
 
 def test_a_flood_does_not_drown_the_others() -> None:

@@ -7,19 +7,21 @@ import contextlib
 import time
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from service_stage import LOG, MODEL, Stage, open_stage, play
 
-from octavo_scheduler.engine import SILENCE_S, STUCK_S, choose_engine
-from octavo_scheduler.orphans import OrphanWatch
-from octavo_shared.entries import encode_request
-from octavo_shared.fold import LogFold
-from octavo_shared.ids import RequestId
-from octavo_shared.plan import StepPlan
+from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.engine import IDLE_S, SILENCE_S, STUCK_S, choose_engine
+from octavo_scheduler.watchdog import Watchdog
+from octavo_shared.entries import encode_request, encode_snapshot, encode_tokens
+from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
+from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow, StepPlan
 from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
 from octavo_shared.streams import GROUP
-from octavo_shared.wire import Refusal, Resync, Welcome
+from octavo_shared.wire import Farewell, Heartbeat, Refusal, Resync, Welcome
 
 
 def test_a_request_is_planned_logged_and_acknowledged(valkey: str, tmp_path: Path) -> None:
@@ -213,7 +215,6 @@ def test_a_second_scheduler_waits_for_the_lease(valkey: str, tmp_path: Path) -> 
     [
         ({"model": "other"}, "serves"),
         ({"protocol": 99}, "protocol"),
-        ({"highest_term": 50}, "term"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"num_device_blocks": (1 << 31) - 1}, "num_device_blocks"),
@@ -226,6 +227,168 @@ def test_executors_that_do_not_fit_are_refused(valkey: str, tmp_path: Path, info
             refusal = await executor.hear()
             assert isinstance(refusal, Refusal)
             assert word in refusal.reason
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_term_that_an_executor_has_seen_before_is_left_for_a_greater_one(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.admit(1)
+        for seen, then in ((50, 51), (51, 52)):
+            welcome = None
+            async with asyncio.timeout(10):
+                while welcome is None:
+                    # Whoever is not welcomed dials again.
+                    async with stage.executor(highest_term=seen, incarnation=f"e-{seen}") as executor:
+                        with contextlib.suppress(AssertionError, grpc.RpcError):
+                            welcome = await executor.hear()
+            assert isinstance(welcome, Welcome)
+            assert welcome.term == then
+        async with stage.executor(highest_term=52, incarnation="e-51") as known:
+            assert isinstance(await known.hear(), Welcome), "it has seen this term here"
+            await known.work(4)
+            await stage.until(stage.all_acknowledged)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_stolen_by_a_scheduler_that_was_replaced_are_found(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            await stage.streams.client.xgroup_createconsumer(stage.streams.keys.requests, GROUP, "zombie")
+            request_id = RequestId(LOG, 1)
+            record = RequestRecord(request_id, 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
+            async with stage.streams.client.pipeline(transaction=True) as pipe:
+                pipe.hset(stage.streams.keys.request(request_id), "entry", "1-1")
+                pipe.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
+                pipe.xreadgroup(GROUP, "zombie", {stage.streams.keys.requests: ">"})
+                await pipe.execute()
+            # It has even begun it, under its own term.
+            row = OutputRow(request_id, 0, 1, 0, (100,))
+            await stage.streams.append_log(LOG, encode_tokens([row], term=0, executor="z", epoch=1, step=1))
+            await executor.work(3)
+            await stage.until(stage.all_acknowledged)
+        assert executor.admitted[0].tokens.tolist()[10:] == [100]
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_readmitted_request_goes_on_where_its_log_ends(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            record = RequestRecord(
+                RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4), readmitted=True
+            )
+            state = ChoiceFold()
+            state.apply(TokenEvent(1, 0, Attempt(1, 1), 0, (100, 101)))
+            assert await stage.streams.readmit(record, encode_snapshot([state.snapshot(1, 0)]))
+            await executor.work(2)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_fence_that_comes_too_late_ends_the_term(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await executor.hear()
+            # Somebody else's attempt is in the log, of a term that has been forgotten.
+            record = RequestRecord(
+                RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4), readmitted=True
+            )
+            state = ChoiceFold()
+            state.apply(TokenEvent(1, 0, Attempt(7, 1), 0, (100, 101)))
+            assert await stage.streams.readmit(record, encode_snapshot([state.snapshot(1, 0)]))
+            await stage.until(lambda: _true(stage.service.term == 8))
+        async with stage.executor(incarnation="e0-2") as executor:
+            await executor.work(2)
+            await stage.until(stage.all_acknowledged)
+        assert await stage.fold(1) == ([100, 101, 102, 103], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_an_executor_that_leaves_is_relieved_first(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as leaving:
+            await stage.admit(1, max_tokens=6)
+            await leaving.work(2)
+            plan = await leaving.hear()
+            assert isinstance(plan, StepPlan)
+            leaving.say(Heartbeat(leaving.epoch, 2, draining=True))
+            result, rows = leaving.carry_out(plan)
+            leaving.say(result)
+            while isinstance(message := await leaving.hear(), StepPlan):
+                # Sent before it had asked.
+                last, late = leaving.carry_out(message)
+                leaving.say(last)
+                await leaving.log(plan, rows)
+                plan, rows = message, late
+                await leaving.log(plan, rows)
+                rows = []
+            assert isinstance(message, Farewell)
+            assert not stage.service.engines
+        async with stage.executor(incarnation="e0-2") as executor:
+            await executor.hear()
+            executor.keep_working()
+            await stage.until(stage.all_acknowledged)
+        assert len(executor.admitted[0].tokens) > 12, "what was under way was waited for"
+        assert await stage.fold(1) == ([100, 101, 102, 103, 104, 105], EndReason.LENGTH)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_silent_and_stalled_executors_are_let_go(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            assert isinstance(await executor.hear(), Welcome)
+            await stage.admit(1)
+            assert isinstance(await executor.hear(), StepPlan)
+            watchdog, now = Watchdog(stage.service, 30.0, 60.0), time.monotonic()
+            watchdog.look(now)
+            (engine,) = stage.service.engines
+            assert engine.core.epoch == 1
+            # It lives and has a plan, but is in no step.
+            watchdog._looked_at_s = now + IDLE_S
+            watchdog.look(now + IDLE_S + 1)
+            (engine,) = stage.service.engines
+            assert engine.core.epoch == 2, "a new epoch with the same executor"
+            # This process stood still: that is nobody's silence.
+            watchdog.look(now + 1000)
+            assert stage.service.engines
+            watchdog.look(now + 1000.1)
+            assert stage.service.engines
+            engine.last_heard_s = now + 900
+            watchdog.look(now + 1000.2)
+            assert not stage.service.engines
+            text = stage.service.exposition().decode()
+            assert 'octavo:executors_let_go_total{engine="0",model_name="tiny",reason="silent"} 1.0' in text
+            assert 'octavo:executors_let_go_total{engine="0",model_name="tiny",reason="stalled"} 1.0' in text
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_replaced_scheduler_stands_by_and_comes_back(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.until(lambda: _true(stage.process.service is not None))
+        keys = stage.streams.keys
+        # Somebody else took the lease while this one stood still, and a term with it.
+        await stage.streams.client.set(keys.lease, "other")
+        await stage.streams.next_term()
+        await stage.admit(1)
+        await asyncio.sleep(1.5)
+        assert not (tmp_path / "scheduler.sock").exists(), "it still listens"
+        await stage.streams.client.delete(keys.lease)
+        async with stage.executor() as executor:
+            welcome = await executor.hear()
+            assert isinstance(welcome, Welcome)
+            assert welcome.term == 3
+            await executor.work(4)
+            await stage.until(stage.all_acknowledged)
 
     play(scene, valkey, tmp_path)
 
@@ -262,8 +425,8 @@ def test_a_request_whose_reading_was_never_answered_is_found(valkey: str, tmp_pa
             record = RequestRecord(RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
             keys = stage.streams.keys
             async with stage.streams.client.pipeline(transaction=True) as pipe:
-                pipe.set(keys.request(record.id), "")
-                pipe.xadd(keys.requests, {b"e": encode_request(record)})
+                pipe.xadd(keys.requests, {b"e": encode_request(record)}, id="1-1")
+                pipe.hset(keys.request(record.id), "entry", "1-1")
                 pipe.xreadgroup(GROUP, stage.process.incarnation, {keys.requests: ">"})
                 await pipe.execute()
             await executor.work(4)
@@ -290,9 +453,8 @@ def test_a_request_that_is_in_the_stream_twice_runs_once(valkey: str, tmp_path: 
     async def scene(stage: Stage) -> None:
         await stage.until(lambda: _true(stage.process.service is not None))
         record = RequestRecord(RequestId(LOG, 1), 0, np.arange(10, dtype=np.int32), SamplingParams(max_tokens=4))
-        await stage.streams.client.set(stage.streams.keys.request(record.id), "")
-        for _ in range(2):
-            await stage.streams.client.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
+        await stage.streams.admit(record)
+        await stage.streams.client.xadd(stage.streams.keys.requests, {b"e": encode_request(record)})
         async with stage.executor() as executor:
             await executor.work(4)
             await stage.until(stage.all_acknowledged)
@@ -373,30 +535,6 @@ def test_metrics_and_limits_are_published(valkey: str, tmp_path: Path) -> None:
     play(scene, valkey, tmp_path)
 
 
-def test_requests_of_a_gateway_that_is_gone_end_and_its_log_goes(valkey: str, tmp_path: Path) -> None:
-    async def scene(stage: Stage) -> None:
-        gateway = stage.streams.keys.gateway(LOG)
-        await stage.streams.take_lease(gateway, LOG, 60)
-        async with stage.executor() as executor:
-            await stage.admit(1, max_tokens=100)
-            await executor.work(2)
-            watch = OrphanWatch(stage.service, stage.streams, grace_s=0.05)
-            await watch.look()
-            await asyncio.sleep(0.1)
-            await watch.look()
-            assert (await stage.fold(1))[1] is EndReason.NONE, "its gateway lives"
-            await stage.streams.client.delete(gateway)
-            await watch.look()
-            await asyncio.sleep(0.1)
-            await watch.look()
-            await stage.until(stage.all_acknowledged)
-            assert (await stage.fold(1))[1] is EndReason.ABORT
-            await watch.look()
-            assert await stage.streams.log_names() == set()
-
-    play(scene, valkey, tmp_path)
-
-
 def test_a_broken_core_is_noticed_when_idle_and_replaced(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         async with stage.executor() as executor:
@@ -438,6 +576,9 @@ def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
             await stage.admit(1)
             assert isinstance(await executor.hear(), StepPlan)
             engine.last_heard_s = now + 2 * STUCK_S
+            assert not engine.is_making_progress(now + IDLE_S + 1), "it has a plan and is in no step"
+            engine.step_s = 1.0
+            assert engine.is_making_progress(now + IDLE_S + 1), "a long step is honest"
             assert not engine.is_making_progress(now + STUCK_S + 1), "it beats but its step never ends"
 
     play(scene, valkey, tmp_path)
@@ -470,6 +611,31 @@ def test_a_poisonous_request_harms_no_other(valkey: str, tmp_path: Path) -> None
         for serial in range(1, 7):
             expected = ([], EndReason.ERROR) if serial == poison else ([100, 101, 102], EndReason.LENGTH)
             assert await stage.fold(serial) == expected, serial
+
+    play(scene, valkey, tmp_path)
+
+
+def test_requests_go_where_their_prefix_is_cached_unless_it_is_crowded_there(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as first, stage.executor(name="e1", incarnation="e1-1") as second:
+            assert isinstance(await first.hear(), Welcome)
+            assert isinstance(await second.hear(), Welcome)
+            first.keep_working()
+            second.keep_working()
+            await stage.admit(1, prompt_tokens=100, max_tokens=4)
+            await stage.until(stage.all_acknowledged)
+            (warm,) = [executor for executor in (first, second) if executor.admitted]
+            await stage.admit(2, prompt_tokens=100, max_tokens=4)
+            await stage.until(stage.all_acknowledged)
+            assert len(warm.admitted) == 2
+            now = time.monotonic()
+            record = RequestRecord(RequestId(LOG, 9), 0, np.arange(100, dtype=np.int32), SamplingParams(max_tokens=1))
+            engines = {engine.info.name: engine for engine in stage.service.engines}
+            best = engines.pop(warm.info.name)
+            (other,) = engines.values()
+            assert choose_engine([other, best], now, record) is best
+            best.core.add([Sequence(record, 0, 1, 128), Sequence(record, 1, 1, 128)])
+            assert choose_engine([best, other], now, record) is other
 
     play(scene, valkey, tmp_path)
 

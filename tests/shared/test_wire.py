@@ -10,7 +10,17 @@ from hypothesis import given
 from octavo_shared import wire
 from octavo_shared.entries import MalformedEntryError
 from octavo_shared.ids import RequestId
-from octavo_shared.plan import ExecutorInfo, NewSequence, PageMoves, StepPlan, StepResult, StepTimings
+from octavo_shared.plan import (
+    NO_OFFER,
+    CacheOffer,
+    ExecutorInfo,
+    NewSequence,
+    PageMoves,
+    PageNames,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.records import SamplingParams
 
@@ -68,6 +78,21 @@ def moves(draw: st.DrawFn) -> PageMoves:
 
 
 @st.composite
+def names(draw: st.DrawFn) -> PageNames:
+    numbers = np.array(draw(st.lists(st.integers(0, 2**63 - 1), max_size=3)), np.int64)
+    count, named = len(numbers), int((numbers != 0).sum())
+    if not count:
+        return PageNames()
+    parents = np.array(draw(st.lists(INT64, min_size=count, max_size=count)), np.int64)
+    tokens = draw(ints(named * 4))
+    return PageNames(draw(ints(count)), numbers, parents, tokens.reshape(named, 4) if named else tokens)
+
+
+ROOTS = st.lists(st.tuples(st.integers(1, 2**63 - 1), st.binary(max_size=4)), max_size=2).map(tuple)
+OFFERS = st.builds(CacheOffer, names(), names(), ROOTS)
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     rows, grown, swapped = (draw(st.integers(0, 4)) for _ in range(3))
     samples = draw(ints(rows, st.integers(0, 3)))
@@ -94,6 +119,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         sample_slots=draw(ints(int(samples.sum()))),
         row_drafts=row_drafts,
         draft_tokens=draw(ints(draw(st.sampled_from([0, int(row_drafts.sum())])))),
+        names=draw(st.just(NO_OFFER) | OFFERS),
     )
 
 
@@ -136,14 +162,21 @@ INFOS = st.builds(
     highest_term=UINT64,
     protocol=UINT32,
 )
-FROM_SCHEDULER = st.one_of(st.builds(wire.Welcome, UINT64, UINT64), plans(), plans(), st.builds(wire.Refusal, TEXT))
+FROM_SCHEDULER = st.one_of(
+    st.builds(wire.Welcome, UINT64, UINT64),
+    plans(),
+    plans(),
+    st.builds(wire.Refusal, TEXT),
+    st.builds(wire.Farewell),
+)
 FROM_EXECUTOR = st.one_of(
     INFOS,
     results(),
     results(),
     st.builds(wire.Logged, UINT64, UINT64),
     st.builds(wire.Resync, UINT64, UINT64, TEXT),
-    st.builds(wire.Heartbeat, UINT64, UINT64, st.booleans()),
+    st.builds(wire.Heartbeat, UINT64, UINT64, st.booleans(), st.floats(0, 9)),
+    OFFERS,
 )
 
 

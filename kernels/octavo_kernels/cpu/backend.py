@@ -20,12 +20,17 @@ from octavo_kernels.interface import (
     AttentionExtras,
     AttentionShape,
     Candidates,
+    Fp8Rows,
+    Int4Rows,
     LinearWeight,
     Logprobs,
     PageShapes,
     SampleRows,
+    StepRows,
+    WeightRows,
 )
-from octavo_kernels.reference.backend import transposed_keys
+from octavo_kernels.reference import batch as batch_inputs
+from octavo_kernels.reference.backend import pack_whole, transposed_keys
 
 PANEL = 16
 SYSTEM_PAGE = mmap.PAGESIZE
@@ -74,6 +79,7 @@ class CpuKernels:
     """Implements ``octavo_kernels.interface.Kernels`` for float32 activations; see there for shapes."""
 
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, threads: int | None = None) -> None:
         """``threads`` is by default what torch uses.
@@ -140,13 +146,39 @@ class CpuKernels:
         finally:
             self._recording = None
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
-        n, k = weight.shape
-        source = weight.contiguous() if weight.dtype in (F32, BF16) else weight.float().contiguous()
-        packed = self.empty((-(-n // PANEL) * k * PANEL,), BF16 if dtype == BF16 else F32)
-        args = (source.data_ptr(), packed.data_ptr(), k, int(dtype == BF16), int(source.dtype == BF16))
-        self._emit("oct_pack", n, *args, keep=(source, packed))
-        return LinearWeight(packed, n, k)
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        batch_inputs.write_rows(table, segments, words)
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        batch_inputs.put_tokens(table, rows, columns, tokens)
+
+    def prepare_inputs(
+        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
+
+    def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
+        return False
+
+    def new_weight(self, rows: WeightRows, out_features: int, dtype: torch.dtype) -> LinearWeight:
+        if not isinstance(rows, Tensor):
+            raise TypeError("the CPU multiplies by plain weights alone")
+        k, panels = rows.shape[1], -(-out_features // PANEL)
+        data = self.empty((panels, k, PANEL), BF16 if dtype == BF16 else F32)
+        data[-1:].zero_()  # rows beyond the last are computed with
+        return LinearWeight(data.view(-1), out_features, k)
+
+    def set_rows(self, weight: LinearWeight, first: int, rows: WeightRows) -> None:
+        assert isinstance(rows, Tensor)
+        n, k = rows.shape
+        if k != weight.in_features or not 0 <= first <= weight.out_features - n:
+            raise ValueError(f"rows {(n, k)} from {first} on, of a weight {weight.out_features, weight.in_features}")
+        source = rows.contiguous() if rows.dtype in (F32, BF16) else rows.float().contiguous()
+        args = (source.data_ptr(), weight.data.data_ptr(), k, int(weight.data.dtype == BF16), int(source.dtype == BF16))
+        self._emit("oct_pack", n, *args, first, keep=(source, weight.data))
+
+    def pack(self, rows: WeightRows, dtype: torch.dtype) -> LinearWeight:
+        return pack_whole(self, rows, dtype)
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
         rows, k, n = x.shape[0], weight.in_features, weight.out_features

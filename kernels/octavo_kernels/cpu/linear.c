@@ -123,22 +123,25 @@ EXPORT void oct_linear(const int64_t *a) {
 }
 
 /* a: 0 N | 1 source [N, K] (float32, or bfloat16 where 5 is set) | 2 packed | 3 K | 4 packed is bfloat16
- *    | 5 source is bfloat16. Outputs past N are zero. */
+ *    | 5 source is bfloat16 | 6 the row of the packed matrix that the first of the source becomes. Others are left alone. */
 EXPORT void oct_pack(const int64_t *a) {
-  const int64_t N = a[0], K = a[3], panels = (N + PANEL - 1) / PANEL;
+  const int64_t N = a[0], K = a[3], first = a[6];
   const int to_bf16 = (int)a[4], from_bf16 = (int)a[5];
 #pragma omp for schedule(static)
-  for (int64_t p = 0; p < panels; p++)
+  for (int64_t p = first / PANEL; p < (first + N + PANEL - 1) / PANEL; p++) {
+    const int64_t from = p * PANEL < first ? first - p * PANEL : 0;
+    const int64_t to = (p + 1) * PANEL > first + N ? first + N - p * PANEL : PANEL;
     for (int64_t k = 0; k < K; k++)
-      for (int64_t c = 0; c < PANEL; c++) {
-        const int64_t n = p * PANEL + c, at = (p * K + k) * PANEL + c;
-        float f = 0.0f;
-        if (n < N) f = from_bf16 ? bf16_to_float(PTR(const uint16_t, 1)[n * K + k]) : PTR(const float, 1)[n * K + k];
+      for (int64_t c = from; c < to; c++) {
+        const int64_t n = p * PANEL + c - first, at = (p * K + k) * PANEL + c;
+        const float f =
+            from_bf16 ? bf16_to_float(PTR(const uint16_t, 1)[n * K + k]) : PTR(const float, 1)[n * K + k];
         if (to_bf16)
           PTR(uint16_t, 2)[at] = float_to_bf16(f);
         else
           PTR(float, 2)[at] = f;
       }
+  }
 }
 
 /* Embedding rows taken from a packed [N, K] matrix (a tied output head needs no second copy).

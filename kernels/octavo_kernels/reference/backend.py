@@ -12,11 +12,18 @@ from octavo_kernels.interface import (
     AttentionExtras,
     AttentionShape,
     Candidates,
+    Fp8Rows,
+    Int4Rows,
+    Kernels,
     LinearWeight,
     Logprobs,
     PageShapes,
     SampleRows,
+    StepRows,
+    WeightRows,
 )
+from octavo_kernels.quantized import fp8_product, to_fp8, widen
+from octavo_kernels.reference import batch as batch_inputs
 from octavo_kernels.reference.sampling import candidates_of, logprobs_of, sample_row
 
 
@@ -40,10 +47,19 @@ def _to_multiples(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor
     return wide.clamp(-448.0, 448.0).to(dtype)
 
 
+def pack_whole(kernels: Kernels, rows: WeightRows, dtype: torch.dtype) -> LinearWeight:
+    """``Kernels.pack`` by way of the backend's ``new_weight`` and ``set_rows``."""
+    first = rows if isinstance(rows, Tensor) else rows.scale
+    weight = kernels.new_weight(rows, len(first), dtype)
+    kernels.set_rows(weight, 0, rows)
+    return weight
+
+
 class ReferenceKernels:
     """Implements ``octavo_kernels.interface.Kernels``; see there for shapes."""
 
     name = "reference"
+    device = torch.device("cpu")
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
@@ -60,11 +76,56 @@ class ReferenceKernels:
     def record(self) -> None:
         return None
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
-        return LinearWeight(weight.to(dtype).contiguous(), weight.shape[0], weight.shape[1])
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        batch_inputs.write_rows(table, segments, words)
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        batch_inputs.put_tokens(table, rows, columns, tokens)
+
+    def prepare_inputs(
+        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
+
+    def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
+        return True
+
+    def new_weight(self, rows: WeightRows, out_features: int, dtype: torch.dtype) -> LinearWeight:
+        def like(part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+            return torch.empty((out_features, *part.shape[1:]), dtype=dtype or part.dtype)
+
+        if isinstance(rows, Fp8Rows):
+            return LinearWeight(like(rows.values), out_features, rows.values.shape[1], like(rows.scale))
+        if isinstance(rows, Int4Rows):
+            columns = rows.codes.shape[1]
+            return LinearWeight(like(rows.codes), out_features, columns, like(rows.scale), like(rows.zero))
+        return LinearWeight(like(rows, dtype), out_features, rows.shape[1])
+
+    def set_rows(self, weight: LinearWeight, first: int, rows: WeightRows) -> None:
+        parts: tuple[Tensor, ...]
+        if isinstance(rows, Fp8Rows):
+            parts = (rows.values, rows.scale)
+        elif isinstance(rows, Int4Rows):
+            parts = (rows.codes, rows.scale, rows.zero)
+        else:
+            parts = (rows,)
+        for whole, part in zip((weight.data, weight.scale, weight.zero), parts, strict=False):
+            assert whole is not None
+            whole[first : first + len(part)] = part
+
+    def pack(self, rows: WeightRows, dtype: torch.dtype) -> LinearWeight:
+        return pack_whole(self, rows, dtype)
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-        out.copy_(F.linear(x.to(weight.data.dtype), weight.data, None if bias is None else bias.to(weight.data.dtype)))
+        if weight.data.dtype == torch.float8_e4m3fn:
+            assert weight.scale is not None
+            product = fp8_product(to_fp8(x), Fp8Rows(weight.data, weight.scale))
+            out.copy_(product if bias is None else product + bias)
+            return
+        matrix = weight.data
+        if weight.scale is not None and weight.zero is not None:
+            matrix = widen(Int4Rows(weight.data, weight.scale, weight.zero), torch.float32)
+        out.copy_(F.linear(x.to(matrix.dtype), matrix, None if bias is None else bias.to(matrix.dtype)))
 
     def embed(self, ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
         known = (ids >= 0) & (ids < weight.out_features)

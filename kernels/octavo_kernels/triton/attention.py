@@ -4,13 +4,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo_kernels.interface import AttentionBatch, AttentionExtras, AttentionShape
-from octavo_kernels.triton.attention_config import SPLIT_KEYS, AttentionLaunch, Gpu, choose_attention, power_of_two
+from octavo_kernels.triton.attention_config import (
+    SPLIT_KEYS,
+    AttentionLaunch,
+    Gpu,
+    Tiles,
+    choose_attention,
+    power_of_two,
+)
 from octavo_kernels.triton.attention_kernel import attention_kernel
 from octavo_kernels.triton.attention_reduce import attention_reduce_kernel
 from octavo_kernels.triton.attention_schedule import attention_schedule_kernel
@@ -18,6 +27,8 @@ from octavo_kernels.triton.quant import page_scales, readable_pages
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
+# Addresses are counted in chunks of 16 bytes, in 31 bits.
+MAX_PAGES_BYTES = 1 << 35
 INTERPRETED: bool = triton.knobs.runtime.interpret
 ITEM, REDUCTION = 8, 4
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -34,9 +45,23 @@ class _WorkList:
     """The device's lists of one shape of attention; see ``attention_schedule_kernel``."""
 
     def __init__(self, entries: int, rows: int, device: torch.device) -> None:
-        self.items = torch.empty((entries, ITEM), dtype=torch.int32, device=device)
+        self.items = torch.empty((2, entries, ITEM), dtype=torch.int32, device=device)
         self.reductions = torch.empty((rows, REDUCTION), dtype=torch.int32, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(3, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What all launches of one layer's attention share; see ``PagedAttention.attention``."""
+
+    qkv: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    batch: AttentionBatch
+    shape: AttentionShape
+    out: Tensor
+    extras: AttentionExtras
+    partials: tuple[Tensor, Tensor]  # weighted sums of split ranges, their largest scores and sums of weights
 
 
 class PagedAttention:
@@ -88,67 +113,83 @@ class PagedAttention:
         """As ``Kernels.attention``; pages as ``page_shape`` says.
 
         Raises:
-            ValueError: more tokens or sequences than there is memory for.
+            ValueError: more tokens or sequences than there is memory for, or more pages than addresses reach.
         """
         if qkv.shape[0] > self._max_tokens or batch.query_start.shape[0] - 1 > self._max_seqs:
             raise ValueError(f"{qkv.shape[0]} tokens of at most {self._max_tokens}, or too many sequences")
+        if k_pages.shape[0] * k_pages.stride(0) * k_pages.itemsize > MAX_PAGES_BYTES:
+            raise ValueError(
+                f"a layer's {k_pages.shape[0]} pages of keys reach over more than {MAX_PAGES_BYTES >> 30} GiB"
+            )
         if not qkv.shape[0]:
             return
         extras = extras or AttentionExtras()
-        e4m3 = k_pages.dtype == torch.float8_e4m3fn
         launch = choose_attention(shape, qkv.dtype, k_pages.dtype, batch, qkv.shape[0], self._gpu, self._split_keys)
         work = self._work_list(batch, shape, launch)
-        partial, sums = self._partial(shape)
-        scale = shape.scale / shape.soft_cap if shape.soft_cap else shape.scale * LOG2E
+        call = _Call(qkv, k_pages, v_pages, batch, shape, out, extras, self._partial(shape))
+        if launch.large is not None:
+            self._launch(call, launch.large, launch.large_programs, work.items[1], work.counts[1:])
+        self._launch(call, launch.small, launch.small_programs, work.items[0], work.counts)
+        if launch.splits:
+            self._reduce(work, call)
+
+    def _launch(self, call: _Call, tiles: Tiles, programs: int, items: Tensor, count: Tensor) -> None:
+        """All entries of one list."""
+        qkv, k_pages, v_pages, shape, extras = call.qkv, call.k_pages, call.v_pages, call.shape, call.extras
+        table, nvidia = call.batch.block_tables, self._gpu.nvidia
+        e4m3 = k_pages.dtype == torch.float8_e4m3fn
+        native = self._gpu.knows_e4m3 and not INTERPRETED
         k_scales, v_scales = page_scales(k_pages, shape), page_scales(v_pages, shape)
-        tiles = launch.tiles
-        attention_kernel[shape.num_kv_heads, launch.programs](
+        attention_kernel[shape.num_kv_heads, programs](
             qkv,
-            readable_pages(k_pages, self._gpu.knows_e4m3 and not INTERPRETED),
-            readable_pages(v_pages, self._gpu.knows_e4m3 and not INTERPRETED),
+            readable_pages(k_pages, native),
+            readable_pages(v_pages, native),
             k_scales,
             v_scales,
             extras.k_scale if e4m3 else None,
             extras.v_scale if e4m3 else None,
             extras.sinks,
             extras.slopes,
-            batch.block_tables,
-            work.items,
-            work.counts,
-            out,
-            partial,
-            sums,
-            scale,
+            table,
+            items,
+            count,
+            call.out,
+            *call.partials,
+            shape.scale / shape.soft_cap if shape.soft_cap else shape.scale * LOG2E,
             shape.soft_cap * LOG2E if shape.soft_cap else None,
             shape.window or None,
             qkv.stride(0),
-            out.stride(0),
-            batch.block_tables.stride(0),
+            call.out.stride(0),
+            table.stride(0),
             k_pages.stride(0),
             0 if k_scales is None else k_scales.stride(0),
             shape.num_heads,
             GROUP=shape.num_heads // shape.num_kv_heads,
             PAGE=shape.block_size,
             D=shape.head_dim,
-            SMALL_M=tiles.small_m,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             DTYPE=_operands(qkv.dtype, k_pages.dtype),
-            PRECISION="tf32x3" if self._gpu.nvidia else "ieee",
-            PACKED=k_pages.dtype.itemsize == 1 and self._gpu.nvidia and not INTERPRETED,
+            PRECISION="tf32x3" if nvidia else "ieee",
+            PACKED=self._packed(k_pages.dtype, tiles),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
         )
-        if launch.splits:
-            self._reduce(work, partial, sums, shape, out)
 
-    def _reduce(self, work: _WorkList, partial: Tensor, sums: Tensor, shape: AttentionShape, out: Tensor) -> None:
+    def _packed(self, page_dtype: torch.dtype, tiles: Tiles) -> str | None:
+        """How bytes of pages are widened; see ``widen``."""
+        if page_dtype.itemsize > 1 or INTERPRETED or not self._gpu.nvidia:
+            return None
+        return "pure" if self._gpu.has_tensor_memory and tiles.block_m >= 64 else "fenced"
+
+    def _reduce(self, work: _WorkList, call: _Call) -> None:
+        shape, out = call.shape, call.out
         programs = max(1, min(out.shape[0], 8 * self._gpu.multiprocessors // shape.num_heads))
         attention_reduce_kernel[shape.num_heads, programs](
             work.reductions,
-            work.counts,
-            partial,
-            sums,
+            work.counts[2:],
+            *call.partials,
             out,
             out.stride(0),
             shape.num_heads,
@@ -180,6 +221,7 @@ class PagedAttention:
         num_seqs = batch.query_start.shape[0] - 1
         if batch.bounds is not None:
             num_seqs = min(num_seqs, batch.bounds.num_seqs)
+        tile_queries, small_queries, small_split, large_split, small_n, large_n = launch.cut
         attention_schedule_kernel[(max(1, num_seqs),)](
             batch.num_seqs,
             batch.query_start,
@@ -187,13 +229,15 @@ class PagedAttention:
             work.items,
             work.reductions,
             work.counts,
+            work.items.shape[1],
             shape.window or NO_WINDOW,
-            launch.tile_queries,
-            launch.small_queries,
-            launch.small_split,
-            launch.large_split,
+            tile_queries,
+            small_queries,
+            small_split,
+            large_split,
             self._partial_rows,
-            BLOCK_N=launch.tiles.block_n,
+            SMALL_N=small_n,
+            LARGE_N=large_n,
             BLOCK_S=min(1024, power_of_two(max(16, num_seqs))),
             num_warps=1,
         )

@@ -14,7 +14,7 @@ from octavo_kernels.triton.attention_tile import LOWEST
 @triton.jit
 def attention_reduce_kernel(
     reductions_ptr,  # int32[T, REDUCTION]
-    counts_ptr,  # int32[2], see attention_kernel
+    count_ptr,  # int32[1]: how many there are
     partial_ptr,  # float32[P, Hq, D]
     sums_ptr,  # float32[P, Hq, 2]
     out_ptr,  # [T, Hq D], rows out_stride apart
@@ -30,7 +30,7 @@ def attention_reduce_kernel(
     head = tl.program_id(0)
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     column = tl.arange(0, D_PAD)
-    for i in range(tl.program_id(1), tl.load(counts_ptr + 1), tl.num_programs(1)):
+    for i in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
         at = reductions_ptr + i * REDUCTION
         row, partial = tl.load(at), tl.load(at + 1)
         stride, parts = tl.load(at + 2), tl.load(at + 3)

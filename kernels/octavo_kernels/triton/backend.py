@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -15,12 +14,18 @@ from octavo_kernels.interface import (
     AttentionExtras,
     AttentionShape,
     Candidates,
+    Fp8Rows,
+    Int4Rows,
     LinearWeight,
     Logprobs,
     PageShapes,
     SampleRows,
+    StepRows,
+    WeightRows,
 )
-from octavo_kernels.triton import cache, layers, sampling
+from octavo_kernels.reference.backend import pack_whole
+from octavo_kernels.triton import batch as batch_inputs
+from octavo_kernels.triton import cache, layers, sampling, weights
 from octavo_kernels.triton import pages as page_moves
 from octavo_kernels.triton.attention import PagedAttention
 from octavo_kernels.triton.attention_config import Gpu
@@ -79,7 +84,7 @@ class TritonKernels:
             UnsupportedDeviceError: no kernels run there.
         """
         self.device = device
-        gpu = describe_gpu(device)
+        self._gpu = gpu = describe_gpu(device)
         self._attention = PagedAttention(gpu, device, max_tokens=max_tokens, max_seqs=max_seqs)
         self._programs = WARPS * gpu.multiprocessors
 
@@ -100,18 +105,31 @@ class TritonKernels:
     def record(self) -> None:
         return None
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight:
-        return LinearWeight(weight.to(self.device, dtype).contiguous(), weight.shape[0], weight.shape[1])
+    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
+        batch_inputs.write_rows(table, segments, words, longest)
+
+    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        batch_inputs.put_tokens(table, rows, columns, tokens)
+
+    def prepare_inputs(
+        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
+
+    def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
+        return weights.can_hold(rows)
+
+    def new_weight(self, rows: WeightRows, out_features: int, dtype: torch.dtype) -> LinearWeight:
+        return weights.new_weight(rows, out_features, dtype, self.device)
+
+    def set_rows(self, weight: LinearWeight, first: int, rows: WeightRows) -> None:
+        weights.set_rows(weight, first, rows)
+
+    def pack(self, rows: WeightRows, dtype: torch.dtype) -> LinearWeight:
+        return pack_whole(self, rows, dtype)
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor) -> None:
-        matrix = weight.data
-        if x.dtype == out.dtype == matrix.dtype and (bias is None or bias.dtype == matrix.dtype):
-            if bias is None:
-                torch.mm(x, matrix.t(), out=out)
-            else:
-                torch.addmm(bias, x, matrix.t(), out=out)
-            return
-        out.copy_(F.linear(x.to(matrix.dtype), matrix, None if bias is None else bias.to(matrix.dtype)))
+        weights.linear(x, weight, bias, out, self._gpu)
 
     def embed(self, ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
         layers.embed(ids, weight.data, out)

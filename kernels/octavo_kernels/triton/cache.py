@@ -107,6 +107,26 @@ def _put_away(
 
 
 @triton.jit
+def _angles(positions_ptr, table_ptr, token, live, num_tokens, table_rows, HALF: tl.constexpr, D: tl.constexpr):
+    """(cos, sin) of each token's position, [TOKENS, HALF] each. A position past the table is taken for its last."""
+    half, _ = _columns(HALF, D)
+    position = tl.load(positions_ptr + token, token < num_tokens, 0)
+    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    angles_ptr = (table_ptr + position.to(tl.int64) * (2 * HALF))[:, None] + half
+    inside = live & (half < HALF)
+    return tl.load(angles_ptr, inside, 1.0), tl.load(angles_ptr + HALF, inside, 0.0)
+
+
+@triton.jit
+def _ready(head_ptr, live, norm_ptr, eps, angles, HALF: tl.constexpr, D: tl.constexpr):
+    """Rows of a query or key head, normed and rotated as far as its model asks for."""
+    parts = _normed(_load_head(head_ptr, live, HALF, D), norm_ptr, eps, HALF, D)
+    if angles is not None:
+        parts = _rotated(parts, angles[0], angles[1])
+    return parts
+
+
+@triton.jit
 def cache_kernel(
     qkv_ptr,  # [T, (Hq + 2 Hk) D], rows qkv_stride apart; its queries are changed in place
     positions_ptr,  # int32[T]
@@ -139,57 +159,28 @@ def cache_kernel(
     rows_ptr = (qkv_ptr + token.to(tl.int64) * qkv_stride)[:, None]
     slot = tl.load(slots_ptr + token, token < num_tokens, -1)
     written = (slot >= 0)[:, None]
-    page = (tl.maximum(slot, 0) // PAGE).to(tl.int64)
+    slot = tl.maximum(slot, 0)
+    page = (slot // PAGE).to(tl.int64)
+    # The same for all heads: read once.
+    angles = None
     if table_ptr is not None:
-        half, _ = _columns(HALF, D)
-        position = tl.load(positions_ptr + token, token < num_tokens, 0)
-        position = tl.minimum(tl.maximum(position, 0), table_rows - 1)
-        angles_ptr = (table_ptr + position.to(tl.int64) * (2 * HALF))[:, None] + half
-        cos = tl.load(angles_ptr, live & (half < HALF), 1.0)
-        sin = tl.load(angles_ptr + HALF, live & (half < HALF), 0.0)
+        angles = _angles(positions_ptr, table_ptr, token, live, num_tokens, table_rows, HALF, D)
     for head in range(tl.program_id(1), num_heads + num_kv_heads, tl.num_programs(1)):
         head_ptr = rows_ptr + head * D
-        parts = _load_head(head_ptr, live, HALF, D)
         if head < num_heads:
-            parts = _normed(parts, q_norm_ptr, eps, HALF, D)
-            if table_ptr is not None:
-                parts = _rotated(parts, cos, sin)
+            parts = _ready(head_ptr, live, q_norm_ptr, eps, angles, HALF, D)
             _store_head(head_ptr, parts, live, HALF, D)
         else:
             kv_head = head - num_heads
-            place = kv_head * PAGE + tl.maximum(slot, 0) % PAGE
-            parts = _normed(parts, k_norm_ptr, eps, HALF, D)
-            if table_ptr is not None:
-                parts = _rotated(parts, cos, sin)
+            place = kv_head * PAGE + slot % PAGE
+            parts = _ready(head_ptr, live, k_norm_ptr, eps, angles, HALF, D)
             _put_away(
-                parts,
-                k_ptr,
-                k_scales_ptr,
-                k_scale_ptr,
-                page,
-                place,
-                written,
-                page_stride,
-                scale_stride,
-                kv_head,
-                HALF,
-                D,
-            )
+                parts, k_ptr, k_scales_ptr, k_scale_ptr, page, place, written, page_stride, scale_stride, kv_head, HALF, D
+            )  # fmt: skip
             parts = _load_head(head_ptr + num_kv_heads * D, live, HALF, D)
             _put_away(
-                parts,
-                v_ptr,
-                v_scales_ptr,
-                v_scale_ptr,
-                page,
-                place,
-                written,
-                page_stride,
-                scale_stride,
-                kv_head,
-                HALF,
-                D,
-            )
+                parts, v_ptr, v_scales_ptr, v_scale_ptr, page, place, written, page_stride, scale_stride, kv_head, HALF, D
+            )  # fmt: skip
 
 
 def rope_kv(

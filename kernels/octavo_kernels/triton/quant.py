@@ -96,15 +96,16 @@ _INT8 = tl.constexpr(
 def widen(x, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """What pages hold -> ``DTYPE``, without scales. With PACKED (NVIDIA's only), bytes become float16 four at a time.
 
-    Those blocks are marked as having side effects, which they have not: otherwise the compiler turns bytes into the
-    operands of matrix products first and widens them there, byte by byte, instead of moving wide numbers by ldmatrix.
+    "fenced": those blocks are marked as having side effects, which they have not. Otherwise the compiler turns bytes into the
+    operands of matrix products first and widens them there, byte by byte, instead of moving wide numbers by ldmatrix. "pure":
+    they are not, where operands lie in shared memory anyway and the compiler must be free to skip the blocks (tcgen05).
     """
-    if PACKED and x.dtype == tl.float8e4nv:
-        wide = tl.inline_asm_elementwise(_E4M3_BY_HARDWARE, "=r,=r,r", [x], tl.float16, is_pure=False, pack=4)
-    elif PACKED and x.dtype == tl.uint8:
-        wide = tl.inline_asm_elementwise(_E4M3_BY_BITS, "=r,=r,r", [x], tl.float16, is_pure=False, pack=4)
-    elif PACKED and x.dtype == tl.int8:
-        wide = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [x], tl.float16, is_pure=False, pack=4)
+    if PACKED is not None and x.dtype == tl.float8e4nv:
+        wide = tl.inline_asm_elementwise(_E4M3_BY_HARDWARE, "=r,=r,r", [x], tl.float16, PACKED == "pure", 4)
+    elif PACKED is not None and x.dtype == tl.uint8:
+        wide = tl.inline_asm_elementwise(_E4M3_BY_BITS, "=r,=r,r", [x], tl.float16, PACKED == "pure", 4)
+    elif PACKED is not None and x.dtype == tl.int8:
+        wide = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [x], tl.float16, PACKED == "pure", 4)
     elif x.dtype == tl.uint8:
         wide = e4m3_to_float(x).to(DTYPE)
     else:

@@ -30,10 +30,24 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None)
     # Prompt tokens found in the prefix cache; 0 for a sequence resumed with outputs, whose prompt was told of before.
     cached_tokens: int = 0
+    # Its end is known; what was computed for it afterwards concerns nobody.
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a plan changed: (slot, tokens) of the sequences admitted, (slot, index) of the entries of block tables set."""
+
+    admitted: list[tuple[int, int]]
+    entries: list[tuple[int, int]]
 
 
 class BatchState:
-    """Owns the columns. Arrays are [slots] unless said otherwise; only slots with ``live`` set mean anything."""
+    """Owns the columns. Arrays are [slots] unless said otherwise; only slots with ``live`` set mean anything.
+
+    It says how sequences stand after all steps that were launched, of which some may be under way: tokens drawn by those
+    are counted (``num_tokens``) but still -1 in ``tokens``. ``ended`` are sequences of which nothing computes any more.
+    """
 
     def __init__(
         self, *, max_seqs: int, max_model_len: int, block_size: int, num_blocks: int, eos: frozenset[int]
@@ -80,12 +94,13 @@ class BatchState:
         self.live[:] = False
         self.sequences = [None] * self.num_slots
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> Changes:
         """Phases 1 to 3 of a plan: release, admit, grow and swap.
 
         Raises:
             PlanError: it does not fit what is held. The state is then undefined until ``clear``.
         """
+        entries: list[tuple[int, int]] = []
         for slot in plan.release.tolist():
             self._check_live(slot)
             self.live[slot] = False
@@ -100,6 +115,7 @@ class BatchState:
                 raise PlanError(f"slot {slot} already has {at} blocks, the most a sequence can have")
             self.tables[slot, at] = block
             self.table_len[slot] = at + 1
+            entries.append((slot, at))
         swaps = (plan.swap_slots.tolist(), plan.swap_indices.tolist(), plan.swap_blocks.tolist())
         for slot, index, block in zip(*swaps, strict=True):
             self._check_live(slot)
@@ -107,6 +123,8 @@ class BatchState:
             if not 0 <= index < self.table_len[slot]:
                 raise PlanError(f"slot {slot} has no block {index}")
             self.tables[slot, index] = block
+            entries.append((slot, index))
+        return Changes([(new.slot, len(new.tokens)) for new in plan.admit], entries)
 
     def _check_live(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots or not self.live[slot]:
@@ -183,10 +201,22 @@ class BatchState:
         alike = self.prompt_logprobs[slot] == self.prompt_logprobs[leader]
         child.prompt_logprobs = parent.prompt_logprobs if alike else None
 
-    def append(self, slot: int, token: int) -> None:
-        """A sampled token joins its sequence."""
-        self.tokens[slot, self.num_tokens[slot]] = token
-        self.num_tokens[slot] += 1
+    def expect(self, slots: npt.NDArray[np.int32]) -> None:
+        """One more token of each of ``slots`` is being drawn; those that it fills compute nothing any more."""
+        self.tokens[slots, self.num_tokens[slots]] = -1
+        self.num_tokens[slots] += 1
+        self.ended[slots] |= self.num_tokens[slots] >= self.max_total[slots]
+
+    def arrive(self, slot: int, sequence: Sequence, at: int, token: int) -> None:
+        """The token at position ``at`` of ``sequence``, once in ``slot``, is known."""
+        if self.sequences[slot] is sequence:
+            self.tokens[slot, at] = token
+
+    def end(self, slot: int, sequence: Sequence) -> None:
+        """``sequence``, once in ``slot``, has come to its end."""
+        sequence.over = True
+        if self.sequences[slot] is sequence:
+            self.ended[slot] = True
 
     def check_integrity(self) -> None:
         """Raises AssertionError: lengths, tables and pages of a live slot contradict each other, or those of two."""

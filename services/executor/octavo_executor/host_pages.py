@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from octavo_executor.batch import PlanError
+from octavo_executor.device import Device, Event
 from octavo_executor.kv_cache import KvCache
+from octavo_executor.lanes import Arena
 from octavo_kernels import Kernels
-from octavo_shared.plan import PageMoves, StepPlan
+from octavo_shared.plan import NO_INTS, PageMoves, StepPlan
 
 Ints = npt.NDArray[np.int32]
 
 
 class HostPages:
-    """Owns the host pages: each is one piece of memory, [keys | values] of every layer.
+    """Owns the host pages: each is one piece of memory, [keys | values] of every layer. A GPU reads and writes them itself."""
 
-    Moves are begun by ``copy_out`` and ``restore`` and done when ``finish`` returns, which is before the step's result is
-    sent. Here they are done at once. A device with a copy engine overrides these three: pinned memory from its own
-    ``Kernels.empty``, the moves on a stream of their own that waits for the one of the step before, ``finish`` waiting for
-    it. The forward pass need not wait for restores, whose pages no row of the same plan touches; it has to wait for copies out
-    of pages that the plan hands out again.
-    """
+    def __init__(self, cache: KvCache, kernels: Kernels, num_pages: int, device: Device | None = None) -> None:
+        """Without ``device`` the memory is ``Kernels.empty``'s: the kernels are a CPU's.
 
-    def __init__(self, cache: KvCache, kernels: Kernels, num_pages: int) -> None:
+        Raises:
+            MemoryError: so much memory cannot be pinned.
+        """
         layers, blocks = cache.k.shape[:2]
         self.num_pages = num_pages
         self._kernels = kernels
-        # Untouched pages cost no memory: the system backs them when they are first written.
-        self._pages = kernels.empty((num_pages, 2, layers, cache.k[0, 0].numel()), cache.k.dtype)
+        # Untouched pages cost no memory on a CPU: the system backs them when they are first written.
+        empty = kernels.empty if device is None or device.host_memory else device.pinned
+        self._pages = empty((num_pages, 2, layers, cache.k[0, 0].numel()), cache.k.dtype)
         # Keys, then values; of both tiers [layers, pages, elements].
         self._sides = [
-            (device.view(layers, blocks, -1), self._pages[:, i].transpose(0, 1))
-            for i, device in enumerate((cache.k, cache.v))
+            (device_pages.view(layers, blocks, -1), self._pages[:, i].transpose(0, 1))
+            for i, device_pages in enumerate((cache.k, cache.v))
         ]
-        self._restore_s = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -52,22 +51,36 @@ class HostPages:
 
     def restore(self, source: Tensor, destination: Tensor) -> None:
         """Host pages ``source`` int32[m] onto device pages ``destination`` int32[m]."""
-        begun = time.perf_counter()
         for device, host in self._sides:
             self._kernels.move_pages(host, source, device, destination)
-        self._restore_s += time.perf_counter() - begun
 
-    def finish(self) -> float:
-        """Wait until every move begun is done; the seconds that restores took since the last call."""
-        seconds, self._restore_s = self._restore_s, 0.0
-        return seconds
+
+@dataclass(slots=True, eq=False)
+class Moves:
+    """A step's moves between the tiers, under way until the host has waited for the events."""
+
+    saved: Ints = field(default_factory=lambda: NO_INTS)  # device pages that are copied out ...
+    saved_at: Event | None = None  # ... when they have been
+    restoring: Event | None = None
+    restored: Event | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all have happened."""
+        return all(event is None or event.query() for event in (self.saved_at, self.restored))
 
 
 class PageMover:
-    """Carries out the page moves of plans, in both tiers."""
+    """Carries out the page moves of plans, in both tiers.
 
-    def __init__(self, cache: KvCache, host: HostPages, kernels: Kernels) -> None:
-        self._cache, self._host, self._kernels = cache, host, kernels
+    Moves between the tiers happen on the device's copy stream, beside the steps. They wait for all steps launched before: those may
+    still write what is copied out, and read what a restore overwrites. A step waits for copies out only if it
+    writes one of their pages. It never waits for restores: nothing computes on their pages before the host has waited.
+    """
+
+    def __init__(self, cache: KvCache, host: HostPages, kernels: Kernels, device: Device) -> None:
+        self._cache, self._host, self._kernels, self._device = cache, host, kernels, device
+        self._under_way: list[Moves] = []
 
     def check(self, plan: StepPlan) -> None:
         """Raises PlanError: a move names a page that is not there, or would overwrite what another one moves."""
@@ -78,18 +91,88 @@ class PageMover:
         if len(plan.copies) and np.isin(plan.copies.source, plan.copies.destination).any():
             raise PlanError("copies: a page is both source and destination")
 
-    def carry_out(self, plan: StepPlan) -> None:
-        """Copies out, copies, restores, in this order; moves between the tiers may still be under way afterwards."""
-        if len(plan.copy_out):
-            self._host.copy_out(*_tensors(plan.copy_out))
-        if len(plan.copies):
-            self._cache.copy_pages(self._kernels, *_tensors(plan.copies))
-        if len(plan.restores):
-            self._host.restore(*_tensors(plan.restores))
+    def stage(self, plan: StepPlan, uploads: Arena) -> StagedMoves:
+        """Send the page numbers along."""
+        return StagedMoves(
+            *(
+                _staged(moves, uploads, on_host=on_host)
+                for moves, on_host in ((plan.copy_out, True), (plan.copies, False), (plan.restores, True))
+            )
+        )
 
-    def finish(self) -> float:
-        """Wait for all moves; the seconds this plan's restores took."""
-        return self._host.finish()
+    def begin(self, plan: StepPlan, staged: StagedMoves, written: Ints) -> Moves:
+        """Enqueue copies out, copies, restores. ``written`` are the pages that the step's rows will write."""
+        compute, copy = self._device.compute, self._device.copy
+        moves = Moves()
+        if staged.copy_out is not None:
+            source, destination = staged.copy_out
+            copy.wait(compute.record())
+            copy.submit(lambda: self._host.copy_out(source, destination))
+            moves.saved, moves.saved_at = plan.copy_out.source, copy.record()
+            self._under_way.append(moves)
+        self._wait_for_saves(np.concatenate([written, plan.copies.destination]))
+        if staged.copies is not None:
+            between = staged.copies
+            compute.submit(lambda: self._cache.copy_pages(self._kernels, *between))
+        if staged.restores is not None:
+            origin, target = staged.restores
+            # After the copies too: a page may be copied and then overwritten.
+            copy.wait(compute.record())
+            moves.restoring = copy.record(timed=True)
+            copy.submit(lambda: self._host.restore(origin, target))
+            moves.restored = copy.record(timed=True)
+        return moves
+
+    def finish(self, moves: Moves) -> float:
+        """Wait for a step's moves; the seconds that its restores took."""
+        if moves.saved_at is not None:
+            moves.saved_at.synchronize()
+            self._under_way.remove(moves)
+        if moves.restored is None or moves.restoring is None:
+            return 0.0
+        moves.restored.synchronize()
+        return moves.restored.seconds_since(moves.restoring)
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages of the host tier."""
+        return self._host.num_pages
+
+    @property
+    def saving(self) -> bool:
+        """Whether pages are being copied out."""
+        return bool(self._under_way)
+
+    def clear(self) -> None:
+        """Everything that was under way has happened."""
+        self._under_way.clear()
+
+    def _wait_for_saves(self, written: Ints) -> None:
+        for moves in self._under_way:
+            if moves.saved_at is not None and np.isin(written, moves.saved).any():
+                self._device.compute.wait(moves.saved_at)
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedMoves:
+    """Page numbers (sources, destinations) where the kernels find them; None for no moves.
+
+    Those of the copy stream stay in pinned memory, which kernels read: the device's side is written over by the next step.
+    """
+
+    copy_out: Pair | None
+    copies: Pair | None
+    restores: Pair | None
+
+
+def _staged(moves: PageMoves, uploads: Arena, *, on_host: bool) -> Pair | None:
+    if not len(moves):
+        return None
+    place = uploads.lay if on_host else uploads.put
+    return place(np.array(moves.source, np.int32)), place(np.array(moves.destination, np.int32))
 
 
 def _check_moves(phase: str, moves: PageMoves, source: str, sources: int, destination: str, destinations: int) -> None:
@@ -103,8 +186,3 @@ def _check_moves(phase: str, moves: PageMoves, source: str, sources: int, destin
             raise PlanError(f"{phase}: there is no {kind} {pages[outside][0]}; there are {count}")
     if len(np.unique(moves.destination)) != len(moves.destination):
         raise PlanError(f"{phase}: a {destination} is the destination twice")
-
-
-def _tensors(moves: PageMoves) -> tuple[Tensor, Tensor]:
-    source, destination = (torch.from_numpy(np.array(x, np.int32)) for x in (moves.source, moves.destination))
-    return source, destination

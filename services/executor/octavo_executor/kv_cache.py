@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo_executor.spec import ModelSpec
-from octavo_kernels import Kernels
-from octavo_shared.settings import SettingError
+from octavo_kernels import AttentionExtras, AttentionShape, Kernels
+from octavo_shared.errors import SettingError
 
 DEFAULT_CPU_BYTES = 4 << 30
 CPU_SHARE = 0.4
 
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+# Types of pages by their names in ``--kv-cache-dtype``; "auto" is the model's own.
+PAGE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+def attention_shape(spec: ModelSpec, block_size: int, layer: int = 0) -> AttentionShape:
+    """What is fixed about a layer's attention. Layers differ in their windows alone."""
+    return AttentionShape(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        block_size,
+        spec.attention_scale,
+        spec.windows[layer],
+        spec.attention_soft_cap,
+    )
 
 
-def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * dtype.itemsize
+def choose_page_dtype(name: str, plain: torch.dtype, spec: ModelSpec, block_size: int, kernels: Kernels) -> torch.dtype:
+    """The type of pages for ``--kv-cache-dtype`` ``name``; ``plain`` for "auto".
+
+    Raises:
+        SettingError: there is no such type, or the backend has no pages of it.
+    """
+    if name == "auto":
+        return plain
+    if name not in PAGE_DTYPES:
+        raise SettingError(f"--kv-cache-dtype {name}: there are auto, {', '.join(PAGE_DTYPES)}")
+    try:
+        kernels.page_shapes(attention_shape(spec, block_size), PAGE_DTYPES[name])
+    except ValueError as error:
+        raise SettingError(f"--kv-cache-dtype {name}: {error}") from error
+    return PAGE_DTYPES[name]
+
+
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, kernels: Kernels) -> int:
+    """Bytes of one page over all layers, keys and values, scales within the page included."""
+    pages = kernels.page_shapes(attention_shape(spec, block_size), dtype)
+    return spec.num_layers * dtype.itemsize * (torch.Size(pages.k).numel() + torch.Size(pages.v).numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +111,35 @@ def plan_num_host_blocks(gib: float, block_bytes: int, available_bytes: int) -> 
 
 
 class KvCache:
-    """Owns the pages: ``k`` [layers, blocks, Hk, D, B] and ``v`` [layers, blocks, Hk, B, D] (B tokens per page).
+    """Owns the pages: ``k`` and ``v`` [layers, blocks, ...], a page laid out as ``Kernels.page_shapes`` says.
 
-    ``empty`` gives the memory; ``Kernels.empty`` gives it in huge pages where the system has them.
+    The memory is ``Kernels.empty``'s, which gives it in huge pages where the system has them.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, empty: Empty = _plain
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        *,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        heads, dim = spec.num_kv_heads, spec.head_dim
+        """``scales`` float32[layers, Hk] (of keys, of values) are what numbers in fp8 pages are multiples of; 1 without."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Untouched pages cost no memory: the system backs them when they are first written.
-        self.k: Tensor = empty((spec.num_layers, num_blocks, heads, dim, block_size), dtype)
-        self.v: Tensor = empty((spec.num_layers, num_blocks, heads, block_size, dim), dtype)
+        pages = kernels.page_shapes(attention_shape(spec, block_size), dtype)
+        # Untouched pages cost no memory on a CPU: the system backs them when they are first written.
+        self.k: Tensor = kernels.empty((spec.num_layers, num_blocks, *pages.k), dtype)
+        self.v: Tensor = kernels.empty((spec.num_layers, num_blocks, *pages.v), dtype)
+        self._scales = scales
+
+    def extras(self, layer: int) -> AttentionExtras | None:
+        """What attention has to know of a layer's pages besides their shape."""
+        if self._scales is None:
+            return None
+        return AttentionExtras(k_scale=self._scales[0][layer], v_scale=self._scales[1][layer])
 
     @property
     def nbytes(self) -> int:

@@ -16,13 +16,20 @@ import redis
 from redis.exceptions import RedisError
 
 from octavo_shared.entries import encode_tokens
+from octavo_shared.keys import Keys
 from octavo_shared.plan import OutputRow
-from octavo_shared.streams import FIELD, Keys
+from octavo_shared.streams import FIELD
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
+# What was appended within so many seconds is appended again when Redis has been restarted (rule L9): its append-only file,
+# written every second, may have missed that. At most so many steps are kept for it.
+RESEND_S = 5.0
+MOST_KEPT = 4096
+# How often to ask which life of Redis this is.
+_ASK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class Outbox:
 
     ``logged`` is called (from the outbox's thread) with (epoch, step) after each success; ``broken`` when something went
     wrong that trying again cannot mend: the executor must end then, since what it computes would reach nobody.
+
+    A Redis that has been restarted is told once more what it was told last. The fold trims what it has not lost.
     """
 
     def __init__(
@@ -58,6 +67,10 @@ class Outbox:
         self._capacity = capacity
         self._logged = logged
         self._waiting: deque[StepAppend] = deque()
+        # Steps that have been appended lately, and when (monotonic seconds).
+        self._kept: deque[tuple[float, StepAppend]] = deque(maxlen=MOST_KEPT)
+        self._run_id = ""
+        self._asked_s = 0.0
         self._changed = threading.Condition()
         self._closed = False
         # Seconds the latest append took.
@@ -94,19 +107,27 @@ class Outbox:
         retry_s = _FIRST_RETRY_S
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
+                patience_s = _ASK_S if self._kept else None
+                self._changed.wait_for(lambda: self._waiting or self._closed, patience_s)
+                if self._closed and not self._waiting:
                     return
                 batch = list(self._waiting)
             start = time.perf_counter()
             try:
-                self._append(batch)
+                if self._append(batch):
+                    steps = [step for _, step in self._kept]
+                    logger.warning("Redis was restarted: what was appended in the last %g s goes there again", RESEND_S)
+                    self._append([*steps, *batch])
             except (RedisError, OSError) as error:
                 logger.warning("%d steps wait for the log (%s)", len(batch), error)
+                self._asked_s = 0.0
                 time.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
                 continue
             retry_s = _FIRST_RETRY_S
+            self._keep(batch)
+            if not batch:
+                continue
             self.append_s = time.perf_counter() - start
             with self._changed:
                 for _ in batch:
@@ -114,8 +135,17 @@ class Outbox:
                 self._changed.notify_all()
             self._logged(batch[-1].epoch, batch[-1].step)
 
-    def _append(self, batch: list[StepAppend]) -> None:
-        """One append per log and step. If it fails half-way, all is sent again: the fold trims what it knows."""
+    def _keep(self, batch: list[StepAppend]) -> None:
+        now = time.monotonic()
+        self._kept.extend((now, step) for step in batch if step.rows)
+        while self._kept and now - self._kept[0][0] > RESEND_S:
+            self._kept.popleft()
+
+    def _append(self, batch: list[StepAppend]) -> bool:
+        """One append per log and step. If it fails half-way, all is sent again: the fold trims what it knows.
+
+        True: Redis is not the one it was, and may have lost what came before.
+        """
         pipe = self._client.pipeline(transaction=False)
         for step in batch:
             by_log: dict[str, list[OutputRow]] = defaultdict(list)
@@ -126,5 +156,14 @@ class Outbox:
                     rows, term=step.term, executor=self._incarnation, epoch=step.epoch, step=step.step
                 )
                 pipe.xadd(self._keys.log(log), {FIELD: entry})
-        if len(pipe):
-            pipe.execute()
+        now = time.monotonic()
+        if asks := now - self._asked_s >= _ASK_S:
+            pipe.info("server")
+        if not len(pipe):
+            return False
+        answers = pipe.execute()
+        if not asks:
+            return False
+        self._asked_s = now
+        before, self._run_id = self._run_id, answers[-1]["run_id"]
+        return before not in ("", self._run_id)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from octavo_executor.batch import BatchState, PlanError
+from octavo_executor.device import Device, Work
+from octavo_executor.forward import StepForward
 from octavo_executor.host_pages import HostPages, PageMover
 from octavo_executor.kv_cache import KvCache
+from octavo_executor.lanes import Lane
 from octavo_executor.model import Transformer
-from octavo_executor.sampler import Sampler
+from octavo_executor.sampler import BeamDraw, Draw, Sampler
+from octavo_executor.step_work import Drawn, Launched, PromptPart, Rows, SamplePart, Samples, StreamClock
+from octavo_executor.tables import DeviceTables
+from octavo_executor.warm_up import warm_up_plans
 from octavo_kernels import Kernels, SampleStatus
-from octavo_shared.plan import NO_FLOATS, OutputRow, StepOutput, StepPlan, StepResult, StepTimings
+from octavo_shared.plan import NO_FLOATS, NO_INTS, OutputRow, StepOutput, StepPlan, StepResult, StepTimings
 from octavo_shared.records import EndReason, Problem, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
@@ -27,42 +32,13 @@ PROBLEMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a plan that compute (those of ended sequences left out), [rows] each."""
-
-    index: npt.NDArray[np.intp]  # position in the plan
-    slots: Ints
-    starts: Ints
-    counts: Ints
-    query_start: Ints  # [rows + 1]
-
-
-@dataclass(slots=True)
-class Drawn:
-    """What the samples of a plan came to, [samples] each: ``token`` is what was drawn where ``counts`` is 1."""
-
-    counts: Ints
-    ends: npt.NDArray[np.uint8]
-    token: Ints
-    written: list[OutputRow] = field(default_factory=list)
-    # Of beams, by sample: token ids and log-probabilities.
-    candidates: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = field(default_factory=dict)
-
-    def tokens(self) -> Ints:
-        """All samples' tokens, int32[sum(counts)]."""
-        if not self.candidates:
-            return self.token[self.counts > 0]
-        some = np.flatnonzero(self.counts).tolist()
-        return np.concatenate([self.candidates[i][0] if i in self.candidates else self.token[i : i + 1] for i in some])
-
-    def scores(self) -> npt.NDArray[np.float32]:
-        """All candidates' log-probabilities, in the order of ``tokens``."""
-        return np.concatenate([NO_FLOATS, *(self.candidates[i][1] for i in sorted(self.candidates))])
-
-
 class Runner:
-    """Owns the batch state and drives the transformer. Not thread-safe: plans run strictly in order (rule R1)."""
+    """Owns the batch state and drives the transformer. Not thread-safe: plans run strictly in order (rule R1).
+
+    A step has two halves. ``launch`` does what the host can do alone and enqueues the rest; it never waits for the device.
+    ``collect`` waits for the step's results and decides who has ended. On a GPU the next step is launched before this one is
+    collected: its inputs are then still on their way, and only the device ever sees them.
+    """
 
     def __init__(
         self,
@@ -74,9 +50,10 @@ class Runner:
         max_model_len: int,
         host: HostPages | None = None,
     ) -> None:
-        """Without ``host`` there is no host tier."""
-        self._model, self._cache = model, cache
-        self._moves = PageMover(cache, host or HostPages(cache, kernels, 0), kernels)
+        """Without ``host`` there is no host tier. The device is the model's."""
+        self._model, self._cache, self._kernels = model, cache, kernels
+        self._device: Device = model.device
+        self._moves = PageMover(cache, host or HostPages(cache, kernels, 0, self._device), kernels, self._device)
         self.state = BatchState(
             max_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -84,11 +61,46 @@ class Runner:
             num_blocks=cache.num_blocks,
             eos=frozenset(model.spec.eos_token_ids),
         )
-        self._sampler = Sampler(self.state, kernels)
-        self._logits_s = 0.0
+        self._tables = DeviceTables(self.state, self._device, kernels)
+        on_host = self._device.host_memory
+        self._sampler = Sampler(self.state, kernels, self._tables.tokens, model.spec.vocab_size, appends=not on_host)
+        self._forward = StepForward(model, kernels, self.state, self._tables)
+        inputs = model.inputs
+        staging = None if on_host else inputs.staging
+        self._lanes = [Lane(self._device, staging, inputs.header_words) for _ in range(self._device.depth)]
+        self._free = list(self._lanes)
+        # What was made so far, weights included, was made on other streams than those of steps.
+        self._device.synchronize()
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be under way: with fewer, the device would wait for the host between steps."""
+        return self._device.depth
+
+    def capture_graphs(self, sizes: Iterable[int], progress: Callable[[float], None] | None = None) -> None:
+        """Capture steps of decodes with each of ``sizes`` rows, where the device can; ``progress`` is told the fraction done.
+
+        Nothing may be under way.
+        """
+        self._forward.capture(sizes, progress)
+
+    def warm_up(self) -> None:
+        """Run steps of the largest size: kernels are compiled, and memory is at its peak. What pages hold is lost.
+
+        Nothing may be under way; every sequence is forgotten.
+        """
+        self.reset()
+        for plan in warm_up_plans(self.state, self._model.max_tokens, self._moves.num_host_pages):
+            self.execute(plan)
+        self.reset()
 
     def reset(self) -> None:
-        """Forget every sequence: the next plan begins a new epoch."""
+        """Forget every sequence and every step under way: the next plan begins a new epoch."""
+        self._device.synchronize()
+        for lane in self._lanes:
+            lane.clear()
+        self._free = list(self._lanes)
+        self._moves.clear()
         self.state.clear()
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -98,45 +110,65 @@ class Runner:
             PlanError: the plan contradicts what is held. After this or any other exception the step did not happen,
                 and what is held means nothing until ``reset``.
         """
-        with torch.inference_mode():
-            return self._execute(plan)
+        return self.collect(self.launch(plan))
 
-    def _execute(self, plan: StepPlan) -> StepOutput:
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step; at most ``depth`` may be under way. Never waits for the device.
+
+        Raises:
+            PlanError: as for ``execute``. Steps under way can still be collected.
+        """
+        assert self._free, "more steps under way than there are lanes"
         begun = time.perf_counter()
-        self._logits_s = 0.0
-        if len(plan.row_drafts):
-            raise PlanError("this executor has no speculation")
-        self._moves.check(plan)
-        self.state.apply(plan)
-        rows = self._rows(plan)
-        self._fill_inputs(rows)
-        self._moves.carry_out(plan)
-        prepared = time.perf_counter()
-        num_tokens = int(rows.query_start[-1])
-        if num_tokens:
-            self._model.forward(num_tokens)
-        self.state.num_computed[rows.slots] = rows.starts + rows.counts
-        computed = time.perf_counter()
-        self._collect_prompt_logprobs(rows)
-        drawn = self._sample(plan, rows)
-        done = time.perf_counter()
+        with torch.inference_mode():
+            if len(plan.row_drafts):
+                raise PlanError("this executor has no speculation")
+            self._moves.check(plan)
+            changes = self.state.apply(plan)
+            rows = self._rows(plan)
+            self.state.num_computed[rows.slots] = rows.starts + rows.counts
+            step = Launched(plan, rows, self._samples(plan, rows), self._free.pop(0))
+            self._plan_sampling(step)
+            updates = self._tables.stage(changes, step.lane.uploads)
+            moves = self._moves.stage(plan, step.lane.uploads)
+            forward, has_logits = self._forward.plan(step)
+            self.state.expect(step.samples.slots[: step.samples.num_draws])
+            step.lane.uploads.send()
+            if updates is not None:
+                self._device.compute.submit(updates)
+            step.moves = self._moves.begin(plan, moves, self._written(plan, rows))
+            step.prepare_s = time.perf_counter() - begun
+            self._compute(step, forward, has_logits)
+            return step
+
+    def collect(self, step: Launched) -> StepOutput:
+        """Wait for the results of the oldest step under way, and say what came of it."""
+        assert step.lane.done is not None, "a step is collected once"
+        assert step.clock is not None
+        step.lane.done.synchronize()
+        restore_s = self._moves.finish(step.moves)
+        begun = time.perf_counter()
+        for prompt in step.prompts:
+            prompt.kept.extend(prompt.scores.read())
+        plan, drawn = step.plan, Drawn.of(len(step.plan.sample_slots))
+        for part in step.drawn:
+            if isinstance(part.draw, BeamDraw):
+                self._read_beams(step.samples, part.part, part.draw, drawn)
+            else:
+                self._read_draws(step.samples, part.part, part.draw, drawn)
         timings = StepTimings(
-            prepare_s=prepared - begun,
-            forward_s=computed - prepared + self._logits_s,
-            sample_s=done - computed - self._logits_s,
-            restore_s=self._moves.finish(),
+            prepare_s=step.prepare_s,
+            forward_s=step.clock.seconds("forward"),
+            sample_s=step.clock.seconds("sample") + time.perf_counter() - begun,
+            restore_s=restore_s,
         )
+        step.lane.clear()
+        self._free.append(step.lane)
+        scores = drawn.scores() if drawn.candidates else NO_FLOATS
         result = StepResult(
-            plan.term,
-            plan.epoch,
-            plan.step,
-            drawn.counts,
-            drawn.tokens(),
-            drawn.ends,
-            timings=timings,
-            scores=drawn.scores() if drawn.candidates else NO_FLOATS,
+            plan.term, plan.epoch, plan.step, drawn.counts, drawn.tokens(), drawn.ends, timings=timings, scores=scores
         )
-        return StepOutput(result, tuple(drawn.written))
+        return StepOutput(result, tuple(drawn.written[i] for i in sorted(drawn.written)))
 
     def _rows(self, plan: StepPlan) -> Rows:
         """The rows that compute.
@@ -175,124 +207,135 @@ class Runner:
             raise PlanError(f"{query_start[-1]} tokens in a step of at most {self._model.max_tokens}")
         return Rows(index, slots, starts, counts, query_start)
 
-    def _fill_inputs(self, rows: Rows) -> None:
-        state, inputs, count, block = self.state, self._model.inputs, len(rows.slots), self._cache.block_size
-        total = int(rows.query_start[-1])
-        inputs.np_num_seqs[0] = count
-        if not count:
-            return
-        lengths = rows.starts + rows.counts
-        inputs.np_query_start[: count + 1] = rows.query_start
-        inputs.np_seq_lens[:count] = lengths
-        width = -(-int(lengths.max()) // block)
-        inputs.np_block_tables[:count, :width] = state.tables[rows.slots, :width]
-        if total == count:
-            slot, position = rows.slots, rows.starts
-        else:
-            slot = np.repeat(rows.slots, rows.counts)
-            position = np.arange(total, dtype=np.int32) + np.repeat(rows.starts - rows.query_start[:-1], rows.counts)
-        inputs.np_ids[:total] = state.tokens[slot, position]
-        inputs.np_positions[:total] = position
-        inputs.np_slots[:total] = state.tables[slot, position // block] * block + position % block
+    def _samples(self, plan: StepPlan, rows: Rows) -> Samples:
+        """The samples that are drawn; forks get what the row that they are sampled from has computed."""
+        first_sample = np.cumsum(plan.row_samples) - plan.row_samples
+        samples = plan.row_samples[rows.index]
+        # One entry per sample: its place in the plan, its row.
+        row_of = np.repeat(np.arange(len(rows.slots)), samples)
+        within = np.arange(len(row_of)) - np.repeat(np.cumsum(samples) - samples, samples)
+        index = (first_sample[rows.index][row_of] + within).astype(np.intp)
+        alive = ~self.state.ended[plan.sample_slots[index]]
+        index, row_of = index[alive], row_of[alive]
+        slots = plan.sample_slots[index]
+        leaders = rows.slots[row_of]
+        children = slots != leaders
+        if children.any() and np.isin(slots[children], rows.slots).any():
+            raise PlanError("a slot is sampled from the row of another one and has a row itself")
+        for slot, leader in zip(slots[children].tolist(), leaders[children].tolist(), strict=True):
+            self.state.fork(slot, leader)
+        return Samples.of(self.state, index, row_of, slots)
 
-    def _logits(self, hidden_rows: npt.NDArray[np.integer]) -> Tensor:
-        """Logits of at most ``max_logits`` rows of the step; overwritten by the next call."""
-        begun = time.perf_counter()
-        self._model.inputs.np_logits_index[: len(hidden_rows)] = hidden_rows
-        logits = self._model.logits(len(hidden_rows))
-        self._logits_s += time.perf_counter() - begun
-        return logits
+    def _plan_sampling(self, step: Launched) -> None:
+        rows, samples, most = step.rows, step.samples, self._model.max_logits
+        self._plan_prompt_scores(step)
+        for part in samples.parts(most):
+            slots = samples.slots[part]
+            kind = self._sampler.draw if part.start < samples.num_draws else self._sampler.beams
+            hidden = self._forward.hidden(rows.query_start[1:][samples.row_of[part]] - 1, step.lane)
+            step.drawn.append(SamplePart(part, hidden, kind(slots, step.lane)))
 
-    def _collect_prompt_logprobs(self, rows: Rows) -> None:
-        """Score every prompt token whose predecessor was computed in this step."""
-        state = self.state
+    def _plan_prompt_scores(self, step: Launched) -> None:
+        """Every prompt token whose predecessor is computed in this step."""
+        state, rows = self.state, step.rows
         for i in np.flatnonzero(state.prompt_logprobs[rows.slots] >= 0).tolist():
             slot, start = int(rows.slots[i]), int(rows.starts[i])
             kept = state.sequence(slot).prompt_logprobs
+            if kept is None:
+                continue
             scored = min(start + int(rows.counts[i]), int(state.output_start[slot]) - 1) - start
-            for done in range(0, scored if kept is not None else 0, self._model.max_logits):
+            for done in range(0, scored, self._model.max_logits):
                 n = min(self._model.max_logits, scored - done)
                 first = int(rows.query_start[i]) + done
+                hidden = self._forward.hidden(np.arange(first, first + n, dtype=np.int32), step.lane)
                 target = state.tokens[slot, start + done + 1 : start + done + 1 + n]
                 wanted = np.full(n, state.prompt_logprobs[slot], np.int32)
-                assert kept is not None
-                kept.extend(self._sampler.logprobs(self._logits(np.arange(first, first + n)), target, wanted))
+                scores = self._sampler.scores(wanted, step.lane)
+                step.prompts.append(PromptPart(hidden, step.lane.uploads.put(target), scores, kept))
 
-    def _sample(self, plan: StepPlan, rows: Rows) -> Drawn:
-        """Draw all samples, and the candidates of beams."""
-        state, total = self.state, len(plan.sample_slots)
-        drawn = Drawn(np.zeros(total, np.int32), np.zeros(total, np.uint8), np.zeros(total, np.int32))
-        first_sample = np.cumsum(plan.row_samples) - plan.row_samples
-        samples = plan.row_samples[rows.index]
-        # One entry per sample: its place in the plan, its row of hidden states.
-        row_of = np.repeat(np.arange(len(rows.slots)), samples)
-        within = np.arange(len(row_of)) - np.repeat(np.cumsum(samples) - samples, samples)
-        sample = (first_sample[rows.index][row_of] + within).astype(np.intp)
-        alive = ~state.ended[plan.sample_slots[sample]]
-        sample, row_of = sample[alive], row_of[alive]
-        self._fork(plan.sample_slots[sample], rows, row_of)
-        hidden = rows.query_start[1:][row_of] - 1
-        for at in range(0, len(sample), self._model.max_logits):
-            part = slice(at, at + self._model.max_logits)
-            slots = plan.sample_slots[sample[part]]
-            logits = self._logits(hidden[part])
-            beams = state.beam_width[slots] > 0
-            if not beams.any():
-                self._draw(drawn, sample[part], slots, logits)
+    def _score(self, prompt: PromptPart) -> Work:
+        return lambda: prompt.scores.run(self._model.last_logits(len(prompt.hidden.rows)), prompt.target)
+
+    def _draw(self, part: SamplePart) -> Work:
+        return lambda: part.draw.run(self._model.last_logits(len(part.hidden.rows)))
+
+    def _written(self, plan: StepPlan, rows: Rows) -> Ints:
+        """The pages that rows write, if anyone asks."""
+        if not len(rows.slots) or not (len(plan.copy_out) or self._moves.saving):
+            return NO_INTS
+        block = self._cache.block_size
+        first, last = rows.starts // block, (rows.starts + rows.counts - 1) // block
+        counts = last - first + 1
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        pages: Ints = self.state.tables[np.repeat(rows.slots, counts), np.repeat(first, counts) + within]
+        return pages
+
+    def _compute(self, step: Launched, forward: Work | None, has_logits: bool) -> None:
+        """Enqueue layers, logits, sampling, and the way of the results to the host."""
+        compute, fetch = self._device.compute, self._device.fetch
+        step.clock = clock = StreamClock(compute)
+        if forward is not None:
+            compute.submit(forward)
+        for prompt in step.prompts:
+            compute.submit(self._forward.logits(prompt.hidden))
+            clock.mark("forward")
+            compute.submit(self._score(prompt))
+            clock.mark("sample")
+        for part in step.drawn:
+            if not has_logits:
+                compute.submit(self._forward.logits(part.hidden))
+            clock.mark("forward")
+            compute.submit(self._draw(part))
+            clock.mark("sample")
+        clock.mark("forward")
+        fetch.wait(compute.record())
+        step.lane.results.bring()
+        step.lane.done = fetch.record()
+
+    def _read_draws(self, samples: Samples, part: slice, draw: Draw, drawn: Drawn) -> None:
+        """One token for each sample of ``part``; those of sequences that ended meanwhile concern nobody."""
+        tokens, statuses, logprobs = draw.read()
+        for i, token, status, scored in zip(range(part.start, part.stop), tokens, statuses, logprobs, strict=True):
+            if samples.sequences[i].over:
                 continue
-            for draw, chosen in ((self._draw, np.flatnonzero(~beams)), (self._draw_candidates, np.flatnonzero(beams))):
-                if len(chosen):
-                    own = logits if len(chosen) == len(slots) else logits[torch.from_numpy(chosen)]
-                    draw(drawn, sample[part][chosen], slots[chosen], own)
-        return drawn
-
-    def _draw(self, drawn: Drawn, sample: npt.NDArray[np.intp], slots: Ints, logits: Tensor) -> None:
-        """One token for each of ``slots`` [R], samples ``sample`` [R] of the plan, from ``logits`` [R, V]."""
-        token, status, logprobs = self._sampler.draw(logits, slots)
-        for j, (where, slot) in enumerate(zip(sample.tolist(), slots.tolist(), strict=True)):
-            row = self._finish(slot, token[j], SampleStatus(status[j]), logprobs[j])
-            drawn.written.append(row)
+            row = self._finish(samples, i, token, SampleStatus(status), scored)
+            where = int(samples.index[i])
+            drawn.written[where] = row
             drawn.ends[where] = row.end
             if row.tokens:
-                drawn.counts[where], drawn.token[where] = 1, row.tokens[0]
+                drawn.counts[where], drawn.token[where] = 1, token
 
-    def _draw_candidates(self, drawn: Drawn, sample: npt.NDArray[np.intp], slots: Ints, logits: Tensor) -> None:
+    def _read_beams(self, samples: Samples, part: slice, draw: BeamDraw, drawn: Drawn) -> None:
         """The likeliest tokens of beams; a beam whose row cannot be used has none and ends."""
-        candidates = self._sampler.candidates(logits, slots)
-        for where, slot, found in zip(sample.tolist(), slots.tolist(), candidates, strict=True):
+        for i, found in zip(range(part.start, part.stop), draw.read(), strict=True):
+            where, sequence = int(samples.index[i]), samples.sequences[i]
+            if sequence.over:
+                continue
             if found is None:
-                self.state.ended[slot] = True
+                self.state.end(int(samples.slots[i]), sequence)
                 drawn.ends[where] = int(EndReason.ERROR)
             else:
                 drawn.counts[where] = len(found[0])
                 drawn.candidates[where] = found
 
-    def _fork(self, slots: Ints, rows: Rows, row_of: npt.NDArray[np.intp]) -> None:
-        """A sample for a slot other than its row's (rule R5): that slot shares what the row has computed."""
-        leaders = rows.slots[row_of]
-        children = slots != leaders
-        if not children.any():
-            return
-        if np.isin(slots[children], rows.slots).any():
-            raise PlanError("a slot is sampled from the row of another one and has a row itself")
-        for slot, leader in zip(slots[children].tolist(), leaders[children].tolist(), strict=True):
-            self.state.fork(slot, leader)
-
-    def _finish(self, slot: int, token: int, status: SampleStatus, logprobs: TokenLogprobs | None) -> OutputRow:
-        """Append a drawn token, decide whether the sequence ends, and say so."""
-        state, sequence = self.state, self.state.sequence(slot)
-        position = int(state.num_tokens[slot] - state.output_start[slot])
+    def _finish(
+        self, samples: Samples, i: int, token: int, status: SampleStatus, logprobs: TokenLogprobs | None
+    ) -> OutputRow:
+        """A drawn token joins its sequence: whether that ends, and the row that says so."""
+        sequence, slot, at = samples.sequences[i], int(samples.slots[i]), int(samples.num_tokens[i])
+        position = at - int(samples.output_start[i])
         who = (sequence.request_id, sequence.choice, sequence.attempt, position)
         if status is not SampleStatus.FINE:
-            state.ended[slot] = True
+            self.state.end(slot, sequence)
             return OutputRow(*who, (), int(EndReason.ERROR), problem=Problem(PROBLEMS[status]))
-        state.append(slot, token)
+        self.state.arrive(slot, sequence, at, token)
         end, stop_token = EndReason.NONE, -1
-        if token in sequence.stop_ids and state.num_tokens[slot] > state.min_total[slot]:
+        if token in sequence.stop_ids and at + 1 > samples.min_total[i]:
             end, stop_token = EndReason.STOP, token
-        elif state.num_tokens[slot] >= state.max_total[slot]:
+        elif at + 1 >= samples.max_total[i]:
             end = EndReason.LENGTH
-        state.ended[slot] = end is not EndReason.NONE
+        if end is not EndReason.NONE:
+            self.state.end(slot, sequence)
         own = None if logprobs is None else (logprobs,)
         if position:
             return OutputRow(*who, (token,), int(end), stop_token, own)

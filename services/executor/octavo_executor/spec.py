@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from octavo_executor.quantization import QuantizationSpec, UnsupportedQuantizationError, read_quantization
+
 Config = dict[str, Any]
 
 
@@ -72,6 +74,7 @@ class ModelSpec:
     qk_norm: bool = False
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
+    quantization: QuantizationSpec | None = None
 
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -178,8 +181,10 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     activation = str(config.get("hidden_act", "silu"))
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(f"activation {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
-    if config.get("quantization_config"):
-        raise UnsupportedModelError("quantised checkpoints are not supported")
+    try:
+        quantization = read_quantization(config.get("quantization_config") or config.get("compression_config"))
+    except UnsupportedQuantizationError as error:
+        raise UnsupportedModelError(str(error)) from error
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         layers = int(config["num_hidden_layers"])
@@ -203,6 +208,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
             "activation": ACTIVATIONS[activation],
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
             "attention_scale": head_dim**-0.5,
+            "quantization": quantization,
         }
         spec = ModelSpec(**{**fields, **family(config)})
     except KeyError as error:

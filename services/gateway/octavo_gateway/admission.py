@@ -14,10 +14,11 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from octavo_gateway.errors import bad_request, context_overflow, unavailable
-from octavo_gateway.keys import ANONYMOUS
+from octavo_gateway.keys import NOBODY, Caller
 from octavo_gateway.limits import LimitsWatch
 from octavo_gateway.log_reader import LogReader
-from octavo_gateway.pressure import Pressure
+from octavo_gateway.pressure import Pressure, work_of
+from octavo_gateway.rates import Charge, Rates
 from octavo_gateway.sampling import Draft
 from octavo_gateway.watcher import Watcher
 from octavo_shared.records import ModelLimits, RequestRecord, SamplingParams
@@ -33,7 +34,7 @@ class Order:
     """What is asked for, apart from the prompts."""
 
     draft: Draft
-    tenant: str = ANONYMOUS
+    caller: Caller = NOBODY
     priority: int = 0
     cache_salt: str = ""
     include_stop_str_in_output: bool = False
@@ -46,23 +47,31 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Admitted requests, one per prompt, the watcher of their log, and their ticket among what is queued."""
+    """Admitted requests, one per prompt, the watcher of their log, their ticket among what is queued, and what they cost."""
 
     records: tuple[RequestRecord, ...]
     watcher: Watcher
     ticket: int
+    charge: Charge
 
 
 class Admission:
     """Decides what is let in and appends it."""
 
     def __init__(
-        self, streams: Streams, limits: LimitsWatch, reader: LogReader, pressure: Pressure, seed: int | None
+        self,
+        streams: Streams,
+        limits: LimitsWatch,
+        reader: LogReader,
+        pressure: Pressure,
+        rates: Rates,
+        seed: int | None,
     ) -> None:
         self._streams = streams
         self._limits = limits
         self._reader = reader
         self._pressure = pressure
+        self._rates = rates
         self._seed = seed
         self._minted = 0
 
@@ -106,13 +115,20 @@ class Admission:
     async def submit(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], order: Order
     ) -> Submission:
-        """Append one request per prompt. When one append fails, those before it are aborted.
+        """Append one request per prompt, all or none of them.
 
         Raises:
-            ApiError: 429 when they would wait for too long, 503 when Redis does not take them.
+            ApiError: 429 when they would wait for too long or the key has spent its rates, 503 when Redis does not take them.
         """
         draft = order.draft
-        ticket = await self._pressure.take_on(prompts, samplings, draft.n)
+        charge = await self._rates.charge(
+            order.caller, work_of(prompts, samplings, draft.n, self._limits.require()) if order.caller.is_rated else 0
+        )
+        try:
+            ticket = await self._pressure.take_on(prompts, samplings, draft.n)
+        except BaseException:
+            self._rates.settle(charge, 0, withdrawn=True)
+            raise
         watcher = self._reader.watch(len(prompts), draft.n)
         arrival_us = time.time_ns() // 1000
         records = tuple(
@@ -123,7 +139,8 @@ class Admission:
                 sampling=replace(sampling, seed=self._mint_seed() if draft.seed is None else draft.seed),
                 n=draft.n,
                 priority=order.priority,
-                tenant=order.tenant,
+                tenant=order.caller.tenant,
+                tenant_weight=order.caller.weight,
                 cache_salt=order.cache_salt,
                 deadline_us=order.deadline_us,
                 traceparent=order.traceparent,
@@ -131,25 +148,28 @@ class Admission:
                 stop=draft.stop,
                 include_stop_str_in_output=order.include_stop_str_in_output,
                 presentation=order.presentation,
+                place=place,
+                places=len(prompts),
             )
-            for request_id, prompt, sampling in zip(watcher.ids, prompts, samplings, strict=True)
+            for place, (request_id, prompt, sampling) in enumerate(zip(watcher.ids, prompts, samplings, strict=True))
         )
         try:
             async with asyncio.timeout(ADMIT_TIMEOUT_S):
-                for record in records:
-                    await self._streams.admit(record)
+                await self._streams.admit(*records)
         except (RedisError, OSError, TimeoutError) as error:
             # Whether the append happened is not known: the abort undoes it if it did.
             self._reader.part(watcher, abort="not_admitted")
             self._pressure.give_back(ticket)
+            self._rates.settle(charge, 0, withdrawn=True)
             logger.warning("a request could not be appended: %r", error)
             raise unavailable("The request could not be queued: Redis cannot be reached.") from error
         except BaseException:
             self._reader.part(watcher, abort="disconnect")
             self._pressure.give_back(ticket)
+            self._rates.settle(charge, 0, withdrawn=True)
             raise
         watcher.admitted = True
-        return Submission(records, watcher, ticket)
+        return Submission(records, watcher, ticket, charge)
 
     def _mint_seed(self) -> int:
         if self._seed is None:

@@ -57,6 +57,7 @@ class Answer(Response):
         self._watcher = submission.watcher
         self._records = submission.records
         self._ticket = submission.ticket
+        self._charge = submission.charge
         self._presentation = presentation
         self._arrival_s = arrival_s
         self._first_event_s = 0.0
@@ -230,10 +231,16 @@ class Answer(Response):
                     self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         self._gateway.reader.part(self._watcher, abort=reason if self._open else "")
         self._gateway.pressure.give_back(self._ticket)
+        self._gateway.rates.settle(self._charge, self._cost_tokens())
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:
             describe_answer(self._span, self._description())
+
+    def _cost_tokens(self) -> int:
+        """Tokens that count against the key's rate: of the prompts, and all that were made so far."""
+        made = sum(len(slot.fold.tokens) for slot in self._slots.values() if slot.fold is not None)
+        return sum(len(record.prompt) for record in self._records) + made
 
     def _returned(self, record: RequestRecord) -> int:
         return self._presentation.returned or record.n

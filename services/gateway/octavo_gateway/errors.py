@@ -52,6 +52,12 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(problem, {"Retry-After": str(retry_after_s)})
 
 
+def rate_limited(message: str, retry_after_s: int, headers: dict[str, str]) -> ApiError:
+    """429 for a key that has spent what it may."""
+    problem = Problem(message, 429, "RateLimitError", "rate_limit_exceeded")
+    return ApiError(problem, {**headers, "Retry-After": str(retry_after_s)})
+
+
 def no_answer(message: str) -> ApiError:
     """504 when another service does not answer in time."""
     return ApiError(Problem(message, 504, "GatewayTimeoutError", "timeout"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from octavo_gateway.admission import Admission
 from octavo_gateway.keys import KeyRing
@@ -13,7 +14,9 @@ from octavo_gateway.log_reader import LogReader
 from octavo_gateway.metrics import GatewayMetrics
 from octavo_gateway.model_assets import ModelAssets
 from octavo_gateway.pressure import Pressure
+from octavo_gateway.rates import Rates
 from octavo_gateway.tracing import GatewayTracing
+from octavo_shared.buckets import Buckets
 from octavo_shared.control import ControlChannel
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.streams import Streams
@@ -22,6 +25,8 @@ from octavo_shared.streams import Streams
 WORKER_THREADS = 2
 LONGEST_TOKENS_BUCKET = 1_000_000
 LEAVE_GRACE_S = 3.0
+# How often to see whether the key file has changed.
+KEYS_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +39,8 @@ class Gateway:
         self.assets = assets
         self.model_name = settings.model_name
         self.model_names = frozenset(settings.served_model_name or [settings.model_name])
-        self.keys = KeyRing(settings.api_key, settings.admin_api_key)
+        key_file = Path(settings.api_key_file) if settings.api_key_file else None
+        self.keys = KeyRing(settings.api_key, settings.admin_api_key, key_file)
         self.metrics = GatewayMetrics(self.model_name, LONGEST_TOKENS_BUCKET)
         # Parsing, templates and tokenising of anything that is not tiny happen here, never on the event loop.
         self.workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="prepare")
@@ -42,7 +48,8 @@ class Gateway:
         self.limits = LimitsWatch(self.streams)
         self.reader = LogReader(self.streams, settings.gateway_lease_s)
         self.pressure = Pressure(self.limits, self.metrics.refused)
-        self.admission = Admission(self.streams, self.limits, self.reader, self.pressure, settings.seed)
+        self.rates = Rates(Buckets(self.streams.client, self.streams.keys), self.metrics.rate_limited)
+        self.admission = Admission(self.streams, self.limits, self.reader, self.pressure, self.rates, settings.seed)
         self.control = ControlChannel(self.streams)
         self.tracing = GatewayTracing(settings.otlp_traces_endpoint, self.reader.incarnation)
         self._tasks: list[asyncio.Task[None]] = []
@@ -57,10 +64,17 @@ class Gateway:
             ("log", self.reader.run()),
             ("aborts", self.reader.run_aborts()),
             ("lease", self.reader.run_lease()),
+            ("keys", self._watch_keys()),
         ):
             task = asyncio.create_task(work, name=name)
             task.add_done_callback(_log_crash)
             self._tasks.append(task)
+
+    async def _watch_keys(self) -> None:
+        """Take changes of the key file up."""
+        while self.settings.api_key_file:
+            await asyncio.sleep(KEYS_S)
+            self.keys.reload()
 
     async def stop(self) -> None:
         """End what lives, leave Redis clean, stop."""
@@ -69,6 +83,7 @@ class Gateway:
         await _cancel(others)
         await self.reader.leave(LEAVE_GRACE_S)
         await _cancel(aborts)
+        await self.rates.stop()
         await self.streams.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.tracing.shutdown)

@@ -9,7 +9,7 @@ import time
 from redis.exceptions import RedisError
 
 from octavo_gateway.watcher import Watcher
-from octavo_shared.entries import encode_snapshot
+from octavo_shared.compaction import compact
 from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt, RequestId, mint_incarnation
 from octavo_shared.records import AbortRecord, EndReason, Problem
@@ -158,20 +158,10 @@ class LogReader:
     # --- trimming ---
 
     async def _trim_if_due(self, *, quiet: bool) -> None:
-        if self._parted and quiet:
-            await self._forget_acknowledged()
         if self._watchers and quiet:
             await self._fail_lost()
-        if self._pages_since_trim >= TRIM_PAGES or (quiet and self._pages_since_trim):
+        if self._pages_since_trim >= TRIM_PAGES or (quiet and (self._pages_since_trim or self._parted)):
             await self.trim()
-
-    async def _forget_acknowledged(self) -> None:
-        parted = [RequestId(self.incarnation, serial) for serial in self._parted]
-        for request_id, unfinished in zip(parted, await self._streams.unfinished(parted), strict=True):
-            if not unfinished:
-                self._parted.discard(request_id.serial)
-                self._choices.pop(request_id.serial, None)
-                self._fold.forget(request_id.serial)
 
     async def _fail_lost(self) -> None:
         """Fail requests that are acknowledged though the log has no end for them.
@@ -199,15 +189,18 @@ class LogReader:
                     for ended, failed in self._fold.apply(lost):
                         watcher.changed(serial, ended, failed)
 
-    async def trim(self) -> bool:
-        """Put a snapshot of what may still be needed in place of the log so far; False when it has grown meanwhile."""
-        await self._forget_acknowledged()
-        states = list(self._fold.snapshots())
-        snapshot = encode_snapshot(states) if states else b""
-        trimmed = await self._streams.trim_log(self.incarnation, self._after, snapshot)
-        if trimmed:
-            self._pages_since_trim = 0
-        return trimmed
+    async def trim(self) -> None:
+        """Put a snapshot of what may still be needed in place of the log so far."""
+        parted = [RequestId(self.incarnation, serial) for serial in self._parted]
+        unfinished = await self._streams.unfinished(parted)
+        finished = {one.serial for one, owed in zip(parted, unfinished, strict=True) if not owed}
+        if not finished and not self._pages_since_trim:
+            return
+        self._after = await compact(self._streams, self.incarnation, self._fold, self._after, finished)
+        self._pages_since_trim = 0
+        self._parted -= finished
+        for serial in finished:
+            del self._choices[serial]
 
     # --- the end ---
 
@@ -223,7 +216,7 @@ class LogReader:
             async with asyncio.timeout(grace_s):
                 await self._aborts.join()
             while self._parted and time.monotonic() < deadline:
-                await self._forget_acknowledged()
+                await self.trim()
                 if self._parted:
                     await asyncio.sleep(0.05)
             if not self._parted:

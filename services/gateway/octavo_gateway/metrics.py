@@ -67,6 +67,10 @@ class GatewayMetrics:
             "octavo:requests_refused", "Requests answered with 429 because too much work is queued.",
             ["model_name", "engine"], registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
+        self.rate_limited = Counter(
+            "octavo:requests_rate_limited", "Requests answered with 429 because their key has spent its rates.",
+            registry=self.registry,
+        )  # fmt: skip
         self._http = Counter(
             "http_requests", "HTTP requests by route, method and class of status.", ["handler", "method", "status"],
             registry=self.registry,

@@ -44,13 +44,17 @@ class RequestMiddleware:
         status = 0
         label = header_of(scope, b"x-request-id")[:MAX_REQUEST_ID_BYTES] or uuid.uuid4().hex.encode()
         echoes = self._gateway.settings.enable_request_id_headers
+        # What routes want to tell besides, whichever way their answer comes about.
+        extra: list[tuple[bytes, bytes]] = []
+        scope["octavo.headers"] = extra
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if echoes:
-                    message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", label)]}
+                added = [*extra, (b"x-request-id", label)] if echoes else extra
+                if added:
+                    message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         span = None

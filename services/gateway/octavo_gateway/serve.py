@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -18,6 +19,7 @@ from octavo_gateway.gateway import Gateway
 from octavo_gateway.http_protocol import BoundedHttpProtocol
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.telemetry import setup_logging
+from octavo_shared.tls import https_requirement
 
 # How long streams may take to hear of their end when the process is told to stop.
 SHUTDOWN_S = 3
@@ -29,6 +31,8 @@ class Server(uvicorn.Server):
     """A uvicorn server that ends what lives before it waits for connections to finish."""
 
     def __init__(self, settings: GatewaySettings) -> None:
+        """Raises SettingError when the model's folder, the key file or the certificates cannot be used."""
+        requirement = https_requirement(settings)
         app = create_app(settings)
         self.gateway: Gateway = app.state.gateway
         super().__init__(
@@ -43,6 +47,10 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=SHUTDOWN_S,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                ssl_cert_reqs=requirement,
             )
         )
 
@@ -60,7 +68,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host = self.config.host
-            logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, self.port)
+            scheme = "https" if self.config.is_ssl else "http"
+            logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, self.port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.gateway.reader.abort_everything("shutdown")
@@ -85,6 +94,7 @@ def run(settings: GatewaySettings) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(signal.SIGHUP, partial(server.gateway.keys.reload, force=True))
         await server.serve()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

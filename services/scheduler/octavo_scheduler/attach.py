@@ -13,9 +13,10 @@ from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
 from octavo_scheduler.service import SchedulerService
 from octavo_shared.entries import MalformedEntryError
-from octavo_shared.plan import PROTOCOL_VERSION, ExecutorInfo, StepResult
+from octavo_shared.plan import PROTOCOL_VERSION, CacheOffer, ExecutorInfo, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
+from octavo_shared.tls import leaves_machine, may_attach
 from octavo_shared.wire import (
     KEEPALIVE_OPTIONS,
     FromScheduler,
@@ -43,6 +44,9 @@ _SIZES = {
     "run_ahead": (0, 64),
 }
 
+# Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.
+MOST_OFFERS = 4096
+
 Outgoing = asyncio.Queue[FromScheduler | None]
 
 
@@ -56,6 +60,9 @@ class AttachServicer(executor_pb2_grpc.SchedulerServicer):
         self, request_iterator: AsyncIterator[pb.ExecutorMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.SchedulerMessage]:
         """Serve one executor: its messages are taken in by a task beside, plans are yielded from here."""
+        if not may_attach(self._service.settings, context.invocation_metadata()):
+            logger.warning("a caller from %s does not know the executors' secret; refused", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the executors' secret is missing or wrong")
         outgoing: Outgoing = asyncio.Queue()
         session = _Session(self._service, outgoing)
         reader = asyncio.create_task(session.read(request_iterator))
@@ -75,6 +82,8 @@ class _Session:
         self._outgoing = outgoing
         self._engine: Engine | None = None
         self._info: ExecutorInfo | None = None
+        # What it said before it introduced itself of what its pages hold.
+        self._offers: list[CacheOffer] = []
 
     async def read(self, messages: AsyncIterator[pb.ExecutorMessage]) -> None:
         """Take messages in until the executor hangs up; then end the call."""
@@ -85,6 +94,9 @@ class _Session:
             self._outgoing.put_nowait(Refusal(f"cannot be understood: {error}"))
         except asyncio.CancelledError:
             raise
+        except grpc.aio.BaseError as error:
+            # Our own server is stopping.
+            logger.debug("the line to an executor has ended: %s", error)
         except Exception:
             logger.exception("executor %s: its message could not be handled", self._info.name if self._info else "?")
         finally:
@@ -93,9 +105,13 @@ class _Session:
     def close(self, why: str) -> None:
         """The executor is gone."""
         if self._engine is not None:
-            logger.warning("executor %s left: %s", self._engine.info.name, why)
-            self._service.detach(self._engine, failed_message=why)
-            self._engine = None
+            engine, self._engine = self._engine, None
+            self._service.detach(engine, f"left: {why}")
+
+    def hang_up(self, why: str) -> None:
+        """The executor is as good as gone: end the call. If it lives it dials again."""
+        self.close(why)
+        self._outgoing.put_nowait(None)
 
     def _take(self, raw: pb.ExecutorMessage) -> None:
         message = from_executor(raw)
@@ -103,6 +119,8 @@ class _Session:
             self._introduce(message)
             return
         engine = self._engine
+        if isinstance(message, CacheOffer) and self._info is None and len(self._offers) < MOST_OFFERS:
+            self._offers.append(message)
         if engine is None:
             return
         if isinstance(message, StepResult):
@@ -128,6 +146,10 @@ class _Session:
 
     def _introduce(self, info: ExecutorInfo) -> None:
         reason = self._refusal(info)
+        if not reason and not self._service.outranks(info):
+            # It dials again, and finds a greater term.
+            self._outgoing.put_nowait(None)
+            return
         if not reason:
             self._info = info
             try:
@@ -146,8 +168,6 @@ class _Session:
             return f"it speaks protocol {info.protocol}, this scheduler {PROTOCOL_VERSION}"
         if info.model != model:
             return f"it serves {info.model!r}, this scheduler {model!r}"
-        if info.highest_term > self._service.term:
-            return f"it has seen term {info.highest_term}, this scheduler holds only {self._service.term}"
         if self._engine is not None:
             return "it has introduced itself before on this line"
         for name, (least, most) in _SIZES.items():
@@ -157,22 +177,25 @@ class _Session:
 
     def _begin(self) -> None:
         assert self._info is not None
-        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch)
+        engine = self._service.attach(self._info, self._outgoing.put_nowait, self._new_epoch, self.hang_up)
+        offers, self._offers = self._offers, []
+        self._service.adopt(engine, offers)
         self._engine = engine
         self._outgoing.put_nowait(Welcome(engine.core.term, engine.core.epoch))
         self._service.ready(engine)
 
-    def _new_epoch(self, why: str) -> None:
-        """Start afresh with the same executor: its requests resume from the log."""
+    def _new_epoch(self, why: str, *, blame: bool = True) -> None:
+        """Start afresh with the same executor: its requests resume from the log. For ``blame`` see ``detach``."""
         if self._engine is None:
             return
-        logger.error("executor %s begins a new epoch: %s", self._engine.info.name, why)
         old, self._engine = self._engine, None
-        self._service.detach(old, failed_message=why)
+        self._service.detach(old, f"begins a new epoch: {why}", blame=blame)
         self._begin()
 
 
-async def start_server(service: SchedulerService, address: str) -> tuple[grpc.aio.Server, int]:
+async def start_server(
+    service: SchedulerService, address: str, credentials: grpc.ServerCredentials | None
+) -> tuple[grpc.aio.Server, int]:
     """Listen on ``host:port`` or ``unix:path``; returns the server and the port (0 for a socket).
 
     Raises:
@@ -180,6 +203,11 @@ async def start_server(service: SchedulerService, address: str) -> tuple[grpc.ai
     """
     server = grpc.aio.server(options=[*_OPTIONS, *KEEPALIVE_OPTIONS])
     executor_pb2_grpc.add_SchedulerServicer_to_server(AttachServicer(service), server)
-    port = server.add_insecure_port(address)
+    if credentials is None:
+        if leaves_machine(address):
+            logger.warning("executors are spoken with in plain text on %s; see --grpc-ssl-certfile", address)
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, credentials)
     await server.start()
     return server, port

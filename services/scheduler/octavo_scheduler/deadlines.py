@@ -59,6 +59,13 @@ class Deadlines:
                 due.append(request_id)
         return due
 
+    def close(self) -> None:
+        """Nothing expires any more."""
+        self._deadlines.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from octavo_scheduler.backlog import Progress, Rate
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.events import Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
-from octavo_scheduler.core.sequence import Sequence
-from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
+from octavo_scheduler.core.sequence import Sequence as CoreSequence
+from octavo_shared.plan import ExecutorInfo, StepResult
+from octavo_shared.records import RequestRecord
 from octavo_shared.settings import SchedulerSettings
+from octavo_shared.wire import Farewell, FromScheduler, Heartbeat
 
 
 def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
@@ -42,10 +45,24 @@ def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
     )
 
 
-# An executor that says nothing for this long, not even a heartbeat, does not count as ready.
-SILENCE_S = 5.0
-# A step that takes this long does not count as progress. The longest honest ones are whole-budget prefills on a slow CPU.
+# An executor that says nothing for this long, not even a heartbeat (one a second), does not count as ready.
+SILENCE_S = 3.0
+# One that has plans and is in no step for this long has lost them.
+IDLE_S = 5.0
+# One whose step lasts this long does not count as ready. The longest honest ones are whole-budget prefills on a slow CPU.
 STUCK_S = 60.0
+
+
+# Running beside one more sequence costs about as much as computing so many tokens of a prompt.
+COMPANY_TOKENS = 64
+
+
+class Restart(Protocol):
+    """Begins a new epoch with an executor."""
+
+    def __call__(self, why: str, *, blame: bool = True) -> None:
+        """``blame``: what it was computing may be the cause."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +80,8 @@ class Acknowledged:
 class Engine:
     """Plans for one executor in one epoch.
 
-    ``send`` hands a plan to the wire; it never blocks. ``restart`` begins a new epoch with the same executor, and is told
-    why: the requests resume from the log.
+    ``send`` hands a message to the wire; it never blocks. ``restart`` begins a new epoch with the same executor, and is told
+    why, and whether what it was computing is to ``blame``: the requests resume from the log. ``hang_up`` ends the call with an executor that is lost, and is told why.
     """
 
     def __init__(
@@ -75,19 +92,24 @@ class Engine:
         term: int,
         epoch: int,
         hash_key: bytes,
-        send: Callable[[StepPlan], None],
-        restart: Callable[[str], None],
+        send: Callable[[FromScheduler], None],
+        restart: Restart,
+        hang_up: Callable[[str], None],
     ) -> None:
         self.info = info
         self.restart = restart
+        self.hang_up = hang_up
         self.core = Scheduler(core_config(info, settings), term=term, epoch=epoch, hash_key=hash_key)
         self._send = send
         # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.
-        self._unlogged: deque[tuple[int, Sequence]] = deque()
+        self._unlogged: deque[tuple[int, CoreSequence]] = deque()
         # Per unacknowledged plan: when it was sent, and the prompt tokens it computes.
         self._sent: deque[tuple[float, int]] = deque()
         self.last_heard_s = time.monotonic()
         self._last_progress_s = time.monotonic()
+        # What it last said of itself: how long the step it is in has lasted (seconds), 0 between steps.
+        self.step_s = 0.0
+        self._logged_step = 0
         self.plan_s = 0.0
         self.draining = False
         self.rate = Rate()
@@ -98,9 +120,11 @@ class Engine:
         """Send every plan that may be sent now; returns what happened meanwhile."""
         start = time.perf_counter()
         events: list[Event] = []
-        if not self._sent:
+        if not self._sent and not self.core.num_waiting:
             self._last_progress_s = time.monotonic()
-        while (plan := self.core.schedule()) is not None:
+        while not self.draining and (plan := self.core.schedule()) is not None:
+            if not self._sent:
+                self._last_progress_s = time.monotonic()
             self._send(plan)
             fresh = self.core.drain_events()
             prompt_tokens = sum(event.count for event in fresh if isinstance(event, Chunk))
@@ -129,17 +153,44 @@ class Engine:
         self._result_at = now
         return Acknowledged(events, now - sent_at, tokens)
 
-    def take_logged(self, step: int) -> list[Sequence]:
+    def take_logged(self, step: int) -> list[CoreSequence]:
         """Everything up to ``step`` is in the log: the sequences whose ends are final by that."""
         final = []
+        self._logged_step = max(self._logged_step, step)
         while self._unlogged and self._unlogged[0][0] <= step:
             final.append(self._unlogged.popleft()[1])
         return final
 
+    @property
+    def is_relieved(self) -> bool:
+        """It is leaving and owes nothing more: every plan has its result, and every token is in the log."""
+        return self.draining and not self._sent and self._logged_step >= self.core.step
+
+    def say_farewell(self) -> None:
+        """It may go."""
+        self._send(Farewell())
+
+    def take_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """What it says of itself, about once a second."""
+        self.last_heard_s = time.monotonic()
+        self.step_s = heartbeat.step_s
+
     def is_making_progress(self, now_s: float) -> bool:
-        """It speaks, and no step takes suspiciously long. ``now_s`` is in seconds of the monotonic clock."""
-        step_s = now_s - self._last_progress_s if self._sent else 0.0
-        return now_s - self.last_heard_s < SILENCE_S and step_s < STUCK_S
+        """It speaks, and what it has been given it works on. ``now_s`` is in seconds of the monotonic clock."""
+        return now_s - self.last_heard_s < SILENCE_S and not self.stalled(now_s, STUCK_S)
+
+    def stalled(self, now_s: float, step_timeout_s: float) -> str:
+        """Why it gets nowhere; empty while it does, or has nothing to do. A long step is honest up to ``step_timeout_s``."""
+        waited_s = now_s - self._last_progress_s
+        if self._sent:
+            if self.step_s and waited_s > step_timeout_s:
+                return f"its step has lasted {waited_s:.0f} s"
+            return (
+                "" if self.step_s or waited_s <= IDLE_S else f"it has had a plan for {waited_s:.0f} s and is in no step"
+            )
+        if self.core.num_waiting and not self.draining and waited_s > step_timeout_s:
+            return f"{self.core.num_waiting} sequences wait and nothing has been planned for {waited_s:.0f} s"
+        return ""
 
     def progress(self) -> Iterator[Progress]:
         """How far each running sequence has come."""
@@ -153,10 +204,17 @@ class Engine:
         return self.core.num_running + self.core.num_waiting
 
 
-def choose_engine(engines: list[Engine], now_s: float) -> Engine | None:
-    """Where a new request goes: the least loaded executor that is not leaving; one that is stuck only if all are."""
-    return min(
-        (engine for engine in engines if not engine.draining),
-        key=lambda engine: (not engine.is_making_progress(now_s), engine.load),
-        default=None,
-    )
+def choose_engine(engines: Sequence[Engine], now_s: float, record: RequestRecord | None = None) -> Engine | None:
+    """Where a request goes: of executors that are not leaving the one where it costs least; one that is stuck only if all are.
+
+    What it costs is the prompt tokens that an executor has not cached, and the company it would have there.
+    """
+    candidates = [engine for engine in engines if not engine.draining]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+
+    def cost(engine: Engine) -> tuple[bool, int]:
+        cached = 0 if record is None else engine.core.prefix_cache.count_cached(record)
+        return not engine.is_making_progress(now_s), COMPANY_TOKENS * engine.load - cached
+
+    return min(candidates, key=cost)

@@ -31,7 +31,7 @@ class Intake:
         self._service = service
         self._streams = streams
         self._consumer = consumer
-        self._early: dict[RequestId, tuple[float, AbortRecord]] = {}
+        self._early: list[tuple[float, AbortRecord]] = []
         self._after: bytes | str = "0"
         self._acted_on: list[bytes] = []
         self._looked_at = time.monotonic()
@@ -73,29 +73,33 @@ class Intake:
             self._apply_early()
 
     async def _find_lost(self) -> None:
-        """Accept requests that were read for us in an answer that never came.
+        """Take over requests that were read in an answer that never came here.
 
-        When a connection breaks after Redis has carried a read out, what it returned is pending with this consumer and no
-        further read brings it up.
+        When a connection breaks after Redis has carried a read out, what it returned is pending and no further read brings it
+        up. And a scheduler that has been replaced without noticing may have read, or even begun, what came later.
         """
         self._looked_at = time.monotonic()
         # As of before asking: what is acknowledged meanwhile may still be in the answer.
         known = self._service.entries_in_hand()
         if await self._streams.num_pending() <= len(known):
             return
-        for entry_id, payload in await self._streams.read_pending(self._consumer):
-            if entry_id not in known:
-                logger.info("entry %s of the model stream got lost on its way here; found", entry_id.decode())
-                self._service.accept(entry_id, payload)
+        pending = await self._streams.claim_pending(self._consumer)
+        lost = [(entry_id, payload) for entry_id, payload in pending if entry_id not in known]
+        if lost:
+            logger.info("%d entries of the model stream got lost on their way here; found", len(lost))
+            await self._service.take_over(lost)
 
     async def _read_aborts(self) -> None:
         entries = await self._streams.read_aborts(self._after, block_ms=BLOCK_MS)
-        for entry_id, record in entries:
-            if record is not None and not self._service.abort(record) and await self._is_coming(record.request_id):
-                self._early[record.request_id] = (time.monotonic(), record)
-            # Only now: when Redis fails in between, this one is read again.
-            self._after = entry_id
-            self._acted_on.append(entry_id)
+        records = [record for _, record in entries if record is not None]
+        # New owners first: whoever has reconnected since makes an abort void that nobody has acted on yet.
+        for record in sorted(records, key=lambda record: not record.new_owner):
+            if not self._service.abort(record) and await self._is_coming(record.request_id):
+                self._early.append((time.monotonic(), record))
+        if entries:
+            # Only now: when Redis fails in between, these are read again.
+            self._after = entries[-1][0]
+            self._acted_on += [entry_id for entry_id, _ in entries]
         await self._streams.delete_aborts(self._acted_on)
         self._acted_on.clear()
         if self._early:
@@ -107,6 +111,7 @@ class Intake:
     def _apply_early(self) -> None:
         """Aborts that came before their request: apply those whose request is here now, drop those too old."""
         now = time.monotonic()
-        for request_id, (since, record) in list(self._early.items()):
-            if self._service.abort(record) or now - since > EARLY_ABORT_S:
-                del self._early[request_id]
+        waiting, self._early = self._early, []
+        for since, record in waiting:
+            if not self._service.abort(record) and now - since <= EARLY_ABORT_S:
+                self._early.append((since, record))

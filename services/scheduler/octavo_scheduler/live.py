@@ -35,8 +35,15 @@ class LiveRequest:
     attempt_n: int = 0
     ending: set[int] = field(default_factory=set)
     sequences: list[Sequence] = field(default_factory=list)
+    # Who follows it: aborts of an earlier generation count for nothing (rule L7).
+    generation: int = 0
+    gateway: str = ""
     # Its beam search; ``sequences`` then holds the one that it began with, for those who watch.
     beams: BeamGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.generation = self.record.owner_generation
+        self.gateway = self.record.id.log
 
     @property
     def computing(self) -> list[Sequence]:

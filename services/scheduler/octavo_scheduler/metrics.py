@@ -85,6 +85,31 @@ class SchedulerMetrics:
             "octavo:integrity_breaches", "Broken invariants of the core.", _LABELS, registry=self.registry
         )
         self._breaches.labels(*self._values)
+        self._let_go = Counter(
+            "octavo:executors_let_go",
+            "Executors that were silent or got nowhere.",
+            (*_LABELS, "reason"),
+            registry=self.registry,
+        )
+        for reason in ("silent", "stalled"):
+            self._let_go.labels(*self._values, reason)
+        self._quarantined = Counter(
+            "octavo:requests_quarantined",
+            "Requests given up because they made executors fail.",
+            _LABELS,
+            registry=self.registry,
+        )
+        self._quarantined.labels(*self._values)
+        self._adopted = Counter(
+            "octavo:adopted_blocks",
+            "Cached blocks taken over from an earlier term.",
+            _LABELS,
+            registry=self.registry,
+        )
+        self._adopted.labels(*self._values)
+        self._executors = Gauge(
+            "octavo:executors", "Attached executors that make progress.", _LABELS, registry=self.registry
+        )
         self._reported: dict[str, int] = {}
 
     def observe_lookup(self, num_tokens: int, cached_tokens: int, waited_s: float) -> None:
@@ -107,6 +132,18 @@ class SchedulerMetrics:
     def count_breach(self) -> None:
         """An invariant of the core does not hold."""
         self._breaches.labels(*self._values).inc()
+
+    def count_quarantined(self) -> None:
+        """A request was given up because it made executors fail."""
+        self._quarantined.labels(*self._values).inc()
+
+    def count_adopted(self, blocks: int) -> None:
+        """Cached blocks of an executor are found again after a takeover."""
+        self._adopted.labels(*self._values).inc(blocks)
+
+    def count_let_go(self, reason: str) -> None:
+        """An executor was let go because it was ``silent`` or ``stalled``."""
+        self._let_go.labels(*self._values, reason).inc()
 
     def observe_step(self, tokens: int, plan_s: float, round_trip_s: float, timings: StepTimings) -> None:
         """A step is acknowledged. ``round_trip_s`` runs from sending its plan to hearing its result."""
@@ -136,6 +173,7 @@ class SchedulerMetrics:
         used, total = sum(core.pool.num_used for core in cores), sum(core.pool.num_blocks for core in cores)
         self._usage.labels(*self._values).set(used / total if total else 0.0)
         self._waste.labels(*self._values).set(used)
+        self._executors.labels(*self._values).set(limits.executors)
         self._queued.labels(*self._values).set(limits.queued_tokens)
         self._bound.labels(*self._values).set(limits.max_queued_tokens)
         self._rate.labels(*self._values).set(limits.tokens_per_s)

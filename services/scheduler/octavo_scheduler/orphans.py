@@ -1,4 +1,4 @@
-"""Logs whose gateway is gone: their requests are ended, then the log is deleted (the scheduler's part of rules L5, L7)."""
+"""Requests and logs whose gateway is gone: what nobody reconnects to is ended, what is over is put away (rules L5, L7)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,40 @@ import time
 
 from redis.exceptions import RedisError
 
+from octavo_scheduler.live import LiveRequest
 from octavo_scheduler.service import SchedulerService
+from octavo_shared.compaction import compact
+from octavo_shared.fold import LogFold
+from octavo_shared.ids import RequestId
 from octavo_shared.records import AbortRecord
 from octavo_shared.streams import Streams
+
+# How often to look for logs of which nobody is known: an executor that is late can bring one back.
+SCAN_S = 10.0
+# Orphaned logs that are longer than this (entries) get a snapshot.
+LONG_LOG = 2000
 
 logger = logging.getLogger(__name__)
 
 
 class OrphanWatch:
-    """Looks every ``period_s`` seconds; a gateway without a lease for ``grace_s`` seconds counts as gone."""
+    """Looks every ``period_s`` seconds for gateways without a lease.
+
+    One that has none for ``settle_s`` is gone: after an outage of Redis, or at our own start, those that live need that long to
+    say so. From then on its requests have the time to be reconnected to that their records grant.
+    """
 
     def __init__(
-        self, service: SchedulerService, streams: Streams, *, period_s: float = 5.0, grace_s: float = 30.0
+        self, service: SchedulerService, streams: Streams, *, period_s: float = 1.0, settle_s: float = 5.0
     ) -> None:
         self._service = service
         self._streams = streams
         self._period_s = period_s
-        self._grace_s = grace_s
-        # When each log's gateway was last known to live (monotonic seconds); a log first seen gets the whole grace.
-        self._alive_at: dict[str, float] = {}
+        self._settle_s = settle_s
+        # Since when gateways are gone (monotonic seconds), as far as we know.
+        self._gone_since: dict[str, float] = {}
+        self._logs: set[str] = set()
+        self._scan_at = 0.0
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -38,20 +53,54 @@ class OrphanWatch:
                 logger.warning("orphaned logs cannot be looked for (%s)", error)
 
     async def look(self) -> None:
-        """Act on every log whose gateway has been gone for too long."""
+        """Act on every request and every log whose gateway has been gone for too long."""
+        if time.monotonic() >= self._scan_at:
+            self._logs = await self._streams.log_names()
+            self._scan_at = time.monotonic() + SCAN_S
         owed = {live.record.id.log for live in self._service.live}
-        logs = owed | await self._streams.log_names()
-        alive = await self._streams.living_gateways(sorted(logs))
+        names = owed | self._logs | {live.gateway for live in self._service.live}
+        alive = await self._streams.living_gateways(sorted(names))
         now = time.monotonic()
-        self._alive_at = {log: now if log in alive else self._alive_at.get(log, now) for log in logs}
-        for log, alive_at in self._alive_at.items():
-            if now - alive_at <= self._grace_s:
+        self._gone_since = {name: self._gone_since.get(name, now) for name in names - alive}
+        gone = {name for name, since in self._gone_since.items() if now - since > self._settle_s}
+        await self._end_abandoned([live for live in self._service.live if self._is_abandoned(live, now)])
+        for log in gone & (self._logs | owed):
+            # Of a live one only what has grown long; it may have become somebody's last request only just now.
+            await self._put_away(log, whole=log not in {live.record.id.log for live in self._service.live})
+
+    def _is_abandoned(self, live: LiveRequest, now: float) -> bool:
+        since = self._gone_since.get(live.gateway)
+        return since is not None and now - since > self._settle_s + live.record.disconnect_grace_ms / 1000
+
+    async def _end_abandoned(self, lives: list[LiveRequest]) -> None:
+        owners = await self._streams.owners([live.record.id for live in lives])
+        for live, owner in zip(lives, owners, strict=True):
+            if owner is not None and owner[0] > live.generation:
+                # Somebody has reconnected and we have not been told yet.
+                live.generation, live.gateway = owner
                 continue
-            if log not in owed:
-                logger.info("deleting the log of gateway %s, which is gone", log)
-                await self._streams.delete_log(log)
-                continue
-            for live in self._service.live:
-                if live.record.id.log == log:
-                    generation = live.record.owner_generation
-                    self._service.abort(AbortRecord(live.record.id, owner_generation=generation, reason="orphaned"))
+            logger.info("nobody has reconnected to request %s; ending it", live.record.id)
+            self._service.abort(AbortRecord(live.record.id, owner_generation=live.generation, reason="orphaned"))
+
+    async def _put_away(self, log: str, *, whole: bool) -> None:
+        """Save the ends of what is over and trim the log; with ``whole`` all is over, and the log goes."""
+        length = await self._streams.client.xlen(self._streams.keys.log(log))
+        if length == 0 and not whole:
+            return
+        if length > (0 if whole else LONG_LOG):
+            fold, after = LogFold(), "0"
+            while (page := await self._streams.read_log(log, after)).last_id != after:
+                fold.apply_all(page.events)
+                after = page.last_id
+            serials = sorted({serial for serial, _ in fold.choices})
+            unfinished = await self._streams.unfinished([RequestId(log, serial) for serial in serials])
+            over = {serial for serial, owed in zip(serials, unfinished, strict=True) if not owed}
+            if whole and len(over) < len(serials):
+                # Not in our hands (yet).
+                return
+            await compact(self._streams, log, fold, after, over)
+        if whole:
+            logger.info("deleting the log of gateway %s, which is gone", log)
+            await self._streams.delete_log(log)
+            self._logs.discard(log)
+            self._gone_since.pop(log, None)

@@ -32,6 +32,8 @@ class Resumption:
     outputs: dict[int, list[int]]
     ended: tuple[int, ...]
     beams: BeamFold | None = None
+    # The term of a greater attempt than one's own that is current at one's own fence.
+    outranked_by: int = 0
 
 
 async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) -> list[Resumption]:
@@ -61,7 +63,11 @@ async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) 
             mine = {choice: states[live.record.id.serial, choice] for choice in running[live.record.id]}
             ended = tuple(choice for choice, state in mine.items() if state.end)
             outputs = {choice: list(state.tokens) for choice, state in mine.items() if not state.end}
-            resumed.append(Resumption(live, outputs, ended, searches.get(live.record.id.serial)))
+            own = Attempt(term, live.attempt_n)
+            greater = max(
+                (state.attempt.term for state in mine.values() if not state.end and state.attempt > own), default=0
+            )
+            resumed.append(Resumption(live, outputs, ended, searches.get(live.record.id.serial), greater))
     return resumed
 
 
@@ -80,8 +86,10 @@ async def _read_to_fences(
     while awaited:
         page = await streams.read_log(log, after)
         if page.last_id == after:
-            # Gone (an operator's flush): nothing was delivered that we know of.
+            # The gateway has trimmed them away meanwhile: they are part of its snapshot, which has been read. (Or all is gone,
+            # by an operator's flush: then nothing was delivered that we know of.)
             states.update({key: fold.get(*key) for key in awaited})
+            searches.update({serial: fold.beams[serial] for serial, _ in awaited if serial in fold.beams})
             break
         after = page.last_id
         for event in page.events:
@@ -91,7 +99,8 @@ async def _read_to_fences(
             del awaited[key]
             states[key] = fold.get(*key)
             search = fold.beams.get(event.serial)
-            # Another attempt's: a scheduler of a later term has been faster, and nothing that is said here will count.
-            if search is not None and search.attempt == event.attempt:
+            if search is not None:
                 searches[event.serial] = search
-    return states, searches
+    attempts = {fence.serial: fence.attempt for fence in fences}
+    # Another attempt's: a scheduler of a later term has been faster, and nothing that is said here will count.
+    return states, {serial: search for serial, search in searches.items() if search.attempt == attempts[serial]}

@@ -20,11 +20,13 @@ from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.service import RETRY_S, SchedulerService
+from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.control import ControlChannel
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
 from octavo_shared.telemetry import Tracing, setup_logging
+from octavo_shared.tls import server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -35,70 +37,115 @@ PUBLISH_METRICS_S = 5.0
 PUBLISH_IDLE_S = 0.1
 
 
-class LeaseLostError(RuntimeError):
-    """Another scheduler may hold the lease: this one must stop."""
+# A scheduler that has just taken over says nothing of executors that are not there: they are on their way.
+SETTLE_S = 3.0
+# After Redis has been restarted, how long gateways and executors have to say again what it may have lost.
+RESEND_S = 2.0
+WATCH_LOG_S = 0.5
+
+
+class ReignOverError(RuntimeError):
+    """This process is to begin anew, as after a takeover; the message says why."""
+
+    def __init__(self, reason: str, at_least: int = 0) -> None:
+        """``at_least``: the next term must be greater than that."""
+        super().__init__(reason)
+        self.at_least = at_least
 
 
 class SchedulerProcess:
-    """Everything one scheduler process owns."""
+    """Everything one scheduler process owns: it waits for the lease, reigns while it has it, and waits again."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        """Raises SettingError when the certificates cannot be used."""
         self.settings = settings
+        self._credentials = server_credentials(settings)
         self.incarnation = mint_incarnation()
         self.streams = Streams.connect(settings.redis_url, settings.model_name)
         self.tracing = Tracing("scheduler", settings.otlp_traces_endpoint, self.incarnation)
+        self.metrics = SchedulerMetrics(settings.model_name)
         self.service: SchedulerService | None = None
+        # Which life of Redis the last reign has seen.
+        self._run_id = ""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set.
+        """Serve, or stand by, until ``stop`` is set; then hand over."""
+        at_least = 0
+        while not stop.is_set():
+            try:
+                if await self._take_lease(stop):
+                    await self._reign(stop, at_least)
+            except ReignOverError as over:
+                logger.warning("term over: %s", over)
+                at_least = max(at_least, over.at_least)
+            except (RedisError, OSError) as error:
+                logger.warning("the log is out of reach (%s); trying again", error)
+                await asyncio.sleep(RETRY_S)
+        with contextlib.suppress(RedisError, OSError):
+            # What is published stays for a moment: a standby that takes over says the same, and gateways go on admitting.
+            await self.streams.let_published_expire("scheduler")
+            await self.streams.release_lease(self.streams.keys.lease, self.incarnation)
+        self.tracing.shutdown()
+        await self.streams.close()
+
+    async def _reign(self, stop: asyncio.Event, at_least: int) -> None:
+        """Take a term and what is pending, and serve until ``stop`` is set.
 
         Raises:
-            LeaseLostError: the lease could not be kept.
+            ReignOverError: the lease could not be kept, or something happened after which all must be read again.
         """
-        term = await self._take_lease()
-        metrics = SchedulerMetrics(self.settings.model_name)
-        service = SchedulerService(self.settings, self.streams, Observer(self.tracing, metrics), metrics, term)
+        run_id = await self.streams.run_id()
+        if self._run_id not in ("", run_id):
+            await asyncio.sleep(RESEND_S)
+        self._run_id = run_id
+        term = await self.streams.next_term(at_least)
+        observer = Observer(self.tracing, self.metrics)
+        service = SchedulerService(self.settings, self.streams, observer, self.metrics, term, self.incarnation, run_id)
         self.service = service
-        await self.streams.create_group()
-        await service.take_over(await self.streams.claim_pending(self.incarnation))
-        server, port = await start_server(service, self.settings.scheduler_address)
-        logger.info("term %d, listening on %s (port %d)", term, self.settings.scheduler_address, port)
-        intake = Intake(service, self.streams, self.incarnation)
+        server = None
         try:
+            await self.streams.create_group()
+            service.old_until = await self.streams.newest_request()
+            await service.take_over(await self.streams.claim_pending(self.incarnation))
+            server, port = await start_server(service, self.settings.scheduler_address, self._credentials)
+            logger.info("term %d, listening on %s (port %d)", term, self.settings.scheduler_address, port)
+            intake = Intake(service, self.streams, self.incarnation)
             await _until_first(
                 intake.requests(),
                 intake.aborts(),
                 OrphanWatch(service, self.streams).run(),
                 Control(service, ControlChannel(self.streams)).run(),
+                Watchdog(service, self.settings.executor_lease_s, self.settings.step_timeout_s).run(),
                 self._publish(service),
                 self._keep_lease(term),
+                self._watch_log(run_id),
+                self._heed_rank(service),
                 stop.wait(),
             )
         finally:
-            await server.stop(grace=0.5)
-        with contextlib.suppress(RedisError, OSError):
-            await self.streams.client.delete(self.streams.keys.limits)
-            await self.streams.client.hdel(self.streams.keys.metrics, "scheduler")
-            await self.streams.release_lease(self.streams.keys.lease, self.incarnation)
-        self.tracing.shutdown()
-        await self.streams.close()
+            # First nothing more is said, then executors are let go: they dial whoever comes next.
+            await service.shut_down()
+            if server is not None:
+                await server.stop(grace=None)
 
-    async def _take_lease(self) -> int:
-        """Wait for the lease, then take a term greater than all before."""
+    async def _take_lease(self, stop: asyncio.Event) -> bool:
+        """Wait for the lease; False when told to stop first."""
         said = False
-        while True:
+        while not stop.is_set():
             try:
                 if await self.streams.take_lease(
                     self.streams.keys.lease, self.incarnation, self.settings.scheduler_lease_s
                 ):
-                    return await self.streams.next_term()
-                reason = "another scheduler holds the lease"
+                    return True
+                reason = "standing by: another scheduler holds the lease"
             except (RedisError, OSError) as error:
-                reason = f"the log is out of reach ({error})"
+                reason = f"waiting: the log is out of reach ({error})"
             if not said:
-                logger.info("waiting: %s", reason)
+                logger.info("%s", reason)
                 said = True
-            await asyncio.sleep(RETRY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), RETRY_S)
+        return False
 
     async def _keep_lease(self, term: int) -> None:
         loop = asyncio.get_running_loop()
@@ -114,7 +161,7 @@ class SchedulerProcess:
             if kept:
                 kept_at = asked_at
             elif not await self._retake(ttl_s, term) and loop.time() - kept_at > ttl_s:
-                raise LeaseLostError(f"the lease was not renewed for {ttl_s} s")
+                raise ReignOverError(f"the lease was not renewed for {ttl_s} s")
 
     async def _retake(self, ttl_s: float, term: int) -> bool:
         """The lease ran out unnoticed: take it again, unless somebody else has held it meanwhile."""
@@ -123,12 +170,27 @@ class SchedulerProcess:
             if await self.streams.take_lease(keys.lease, self.incarnation, ttl_s):
                 if int(await self.streams.client.get(keys.term) or 0) == term:
                     return True
-                raise LeaseLostError("another scheduler has held the lease meanwhile")
+                raise ReignOverError("another scheduler has held the lease meanwhile")
         return False
+
+    async def _watch_log(self, run_id: str) -> None:
+        """A changed run id is a takeover (rule L9): Redis may have lost what was said last."""
+        while True:
+            await asyncio.sleep(WATCH_LOG_S)
+            with contextlib.suppress(RedisError, OSError):
+                if await self.streams.run_id() != run_id:
+                    raise ReignOverError("Redis was restarted and may have lost what was said last")
+
+    @staticmethod
+    async def _heed_rank(service: SchedulerService) -> None:
+        """A term that others have seen before is none (rule L2)."""
+        seen = await service.outranked
+        raise ReignOverError(f"term {seen} has been seen, this is term {service.term}", seen)
 
     async def _publish(self, service: SchedulerService) -> None:
         """Limits every second, metrics every few, and both soon after the last request ended."""
         was_busy = False
+        began_s = time.monotonic()
         limits_due_s = metrics_due_s = 0.0
         while True:
             now_s = time.monotonic()
@@ -139,7 +201,9 @@ class SchedulerProcess:
             with contextlib.suppress(RedisError, OSError):
                 if fell_idle or now_s >= limits_due_s:
                     limits_due_s = now_s + PUBLISH_S
-                    await self.streams.publish_limits(service.limits())
+                    limits = service.limits()
+                    if limits.ready or now_s - began_s > SETTLE_S or await self.streams.read_limits() is None:
+                        await self.streams.publish_limits(limits)
                 if fell_idle or now_s >= metrics_due_s:
                     metrics_due_s = now_s + PUBLISH_METRICS_S
                     await self.streams.publish_metrics("scheduler", service.exposition())
@@ -162,7 +226,11 @@ async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
 
 
 def run(settings: SchedulerSettings) -> int:
-    """Run a scheduler until SIGINT or SIGTERM; returns the exit status."""
+    """Run a scheduler until SIGINT or SIGTERM; returns the exit status.
+
+    Raises:
+        SettingError: the certificates cannot be used.
+    """
     setup_logging("scheduler", settings.log_level)
 
     async def main() -> None:
@@ -172,10 +240,6 @@ def run(settings: SchedulerSettings) -> int:
             loop.add_signal_handler(number, stop.set)
         await SchedulerProcess(settings).run(stop)
 
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(main())
-    except LeaseLostError as error:
-        logger.error("%s; stopping", error)
-        return 1
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
     return 0

@@ -21,24 +21,25 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from octavo_scheduler.backlog import Backlog
-from octavo_scheduler.blame import Blame
+from octavo_scheduler.core.adoption import DoubtfulError
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.deadlines import Deadlines
-from octavo_scheduler.engine import Engine, choose_engine
+from octavo_scheduler.engine import Engine, Restart
 from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
+from octavo_scheduler.trials import Trials
 from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
-from octavo_shared.plan import ExecutorInfo, StepPlan, StepResult
-from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem
+from octavo_shared.plan import CacheOffer, ExecutorInfo, StepResult
+from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
-from octavo_shared.wire import Heartbeat, Logged
+from octavo_shared.wire import FromScheduler, Heartbeat, Logged
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,28 @@ class SchedulerService:
     """Live requests, engines, and the promises between them."""
 
     def __init__(
-        self, settings: SchedulerSettings, streams: Streams, observer: Observer, metrics: SchedulerMetrics, term: int
+        self,
+        settings: SchedulerSettings,
+        streams: Streams,
+        observer: Observer,
+        metrics: SchedulerMetrics,
+        term: int,
+        holder: str = "",
+        life: str = "",
     ) -> None:
+        """``holder`` is who holds the lease in this ``life`` of Redis; requests are acknowledged only while that is so."""
         self.settings = settings
         self.streams = streams
         self.observer = observer
         self.metrics = metrics
         self.term = term
+        self._holder, self._life = holder, life
+        # Requests up to this entry of the model stream may have been begun before, even if nothing says so any more: Redis
+        # forgets who has read what more easily than what was logged.
+        self.old_until = b"0-0"
+        # The term that an executor has seen, if this one is no greater.
+        self.outranked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._welcomed: set[str] = set()
         self.live = LiveRequests()
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
@@ -64,7 +80,8 @@ class SchedulerService:
         self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
         # Which engine has the sequences of a request.
         self._homes: dict[RequestId, Engine] = {}
-        self._blame = Blame()
+        self._trials = Trials(self)
+        self._closed = False
         self._searches = Searches(self)
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
@@ -76,19 +93,13 @@ class SchedulerService:
 
     def accept(self, entry_id: bytes, payload: bytes) -> None:
         """A request was read from the model stream; it stays pending there until all its ends are logged."""
-        self._in_hand.add(entry_id)
-        try:
-            record = decode_request(payload)
-        except MalformedEntryError as error:
-            logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
-            self.spawn(self._finish(entry_id, None))
+        live = self._take_on(entry_id, payload)
+        if live is None:
             return
-        if self.live.get(record.id) is not None:
-            logger.warning("request %s is in the model stream twice; dropped once", record.id)
-            self.spawn(self._finish(entry_id, None))
+        if live.record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
+            self.spawn(self._take_up([live]))
             return
-        live = LiveRequest(record, entry_id, open=set(range(record.n)), attempt_n=1)
-        self._take_on(live)
+        live.attempt_n = 1
         self._place(live, Standing())
 
     def entries_in_hand(self) -> frozenset[bytes]:
@@ -97,25 +108,41 @@ class SchedulerService:
 
     async def take_over(self, entries: list[tuple[bytes, bytes]]) -> None:
         """Requests that an earlier term left pending: fence, read, resume. Called once, before anything is accepted."""
-        lives = []
-        for entry_id, payload in entries:
-            self._in_hand.add(entry_id)
-            try:
-                record = decode_request(payload)
-            except MalformedEntryError:
-                await self._finish(entry_id, None)
-                continue
-            live = LiveRequest(record, entry_id, open=set(range(record.n)))
-            self._take_on(live)
-            lives.append(live)
+        taken = [self._take_on(entry_id, payload) for entry_id, payload in entries]
+        lives = [live for live in taken if live is not None]
         if lives:
-            logger.info("taking over %d requests of an earlier term", len(lives))
-            await self._resume(lives)
+            logger.info("taking over %d requests", len(lives))
+            await self._take_up(lives)
 
-    def _take_on(self, live: LiveRequest) -> None:
+    async def _take_up(self, lives: list[LiveRequest]) -> None:
+        """Requests that somebody else may have begun."""
+        await self.insist(partial(self._learn_owners, lives))
+        await self._resume(lives)
+
+    async def _learn_owners(self, lives: list[LiveRequest]) -> None:
+        owners = await self.streams.owners([live.record.id for live in lives])
+        for live, owner in zip(lives, owners, strict=True):
+            if owner is not None:
+                live.generation, live.gateway = owner
+
+    def _take_on(self, entry_id: bytes, payload: bytes) -> LiveRequest | None:
+        """From now on a request is owed an end; None: it is none, or known already, and its entry goes."""
+        self._in_hand.add(entry_id)
+        try:
+            record = decode_request(payload)
+        except MalformedEntryError as error:
+            logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
+            self.spawn(self._finish(entry_id, None))
+            return None
+        if self.live.get(record.id) is not None:
+            logger.warning("request %s is in the model stream twice; dropped once", record.id)
+            self.spawn(self._finish(entry_id, None))
+            return None
+        live = LiveRequest(record, entry_id, open=set(range(record.n)))
         self.live.add(live)
-        self.backlog.add(live.record)
-        self._deadlines.add(live.record.id, live.record.deadline_us)
+        self.backlog.add(record)
+        self._deadlines.add(record.id, record.deadline_us)
+        return live
 
     def _expire(self, request_id: RequestId) -> None:
         """A deadline has passed: whatever has not ended ends where it stands."""
@@ -124,11 +151,14 @@ class SchedulerService:
             self.end_choices(live, set(live.open), EndReason.TIMEOUT, None)
 
     def abort(self, record: AbortRecord) -> bool:
-        """Someone no longer wants a choice, or all; False when the request is not known here (yet)."""
+        """Someone no longer wants a choice, or all, or follows it now; False when the request is not known here (yet)."""
         live = self.live.get(record.request_id)
         if live is None:
             return False
-        if record.owner_generation >= live.record.owner_generation:
+        if record.new_owner:
+            if record.owner_generation > live.generation:
+                live.generation, live.gateway = record.owner_generation, record.new_owner
+        elif record.owner_generation >= live.generation:
             choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
@@ -136,8 +166,8 @@ class SchedulerService:
     def _place(self, live: LiveRequest, standing: Standing) -> None:
         if live.open <= live.ending:
             return
-        engine = choose_engine(self.engines, time.monotonic())
-        if engine is None or not self._blame.may_start(live.record.id):
+        engine = self._trials.engine_for(live.record)
+        if engine is None:
             self._lobby[live.record.id] = (live, standing)
             return
         try:
@@ -212,10 +242,15 @@ class SchedulerService:
             self._lobby.pop(request_id, None)
             self._homes.pop(request_id, None)
             self._acquit(request_id)
-            self.spawn(self._finish(finished.entry_id, request_id))
+            self.spawn(self._finish(finished.entry_id, finished.record))
 
-    async def _finish(self, entry_id: bytes, request_id: RequestId | None) -> None:
-        await self.insist(lambda: self.streams.finish_request(entry_id, request_id))
+    async def _finish(self, entry_id: bytes, record: RequestRecord | None) -> None:
+        async def finish() -> None:
+            while not await self.streams.finish_request(entry_id, record, self._holder, self._life):
+                # Either the lease is taken again soon, or this scheduler is no more.
+                await asyncio.sleep(RETRY_S)
+
+        await self.insist(finish)
         self._in_hand.discard(entry_id)
 
     async def insist(self, operation: Callable[[], Awaitable[None]]) -> None:
@@ -230,7 +265,13 @@ class SchedulerService:
 
     # --- executors ---
 
-    def attach(self, info: ExecutorInfo, send: Callable[[StepPlan], None], restart: Callable[[str], None]) -> Engine:
+    def attach(
+        self,
+        info: ExecutorInfo,
+        send: Callable[[FromScheduler], None],
+        restart: Restart,
+        hang_up: Callable[[str], None],
+    ) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
         self._epoch += 1
         return Engine(
@@ -241,10 +282,38 @@ class SchedulerService:
             hash_key=self._hash_key,
             send=send,
             restart=restart,
+            hang_up=hang_up,
         )
+
+    def adopt(self, engine: Engine, offers: list[CacheOffer]) -> None:
+        """What an executor's pages hold since an earlier term is found again, if it is beyond doubt."""
+        if not offers:
+            return
+        try:
+            adopted = engine.core.adopt(offers)
+            engine.core.check_integrity()
+        except (DoubtfulError, IntegrityError) as error:
+            logger.warning("executor %s: its cache is not taken over (%s)", engine.info.name, error)
+            engine.core.reset_prefix_cache()
+            return
+        self.metrics.count_adopted(adopted)
+        logger.info("executor %s: %d cached blocks are taken over", engine.info.name, adopted)
+
+    def outranks(self, info: ExecutorInfo) -> bool:
+        """Is this term greater than every one that an executor has seen elsewhere? If not, another one will be taken."""
+        seen = info.highest_term
+        if seen < self.term or (seen == self.term and info.incarnation in self._welcomed):
+            return True
+        self._yield_to(seen)
+        return False
+
+    def _yield_to(self, term: int) -> None:
+        if not self.outranked.done():
+            self.outranked.set_result(term)
 
     def ready(self, engine: Engine) -> None:
         """The executor has been welcomed: plans may be sent from now on."""
+        self._welcomed.add(engine.info.incarnation)
         self.engines.append(engine)
         config = engine.core.config
         logger.info(
@@ -255,46 +324,43 @@ class SchedulerService:
             config.max_concurrency,
             config.max_model_len,
         )
-        self._place_lobby()
+        self._rearrange()
 
-    def _place_lobby(self) -> None:
-        """Requests that waited for an executor, or for a trial to end, may go."""
+    def _rearrange(self) -> None:
+        """An executor has come, or a trial begins or is over: whoever waited for that may go."""
+        self._trials.hold()
         waiting, self._lobby = self._lobby, {}
         for live, standing in waiting.values():
             self._place(live, standing)
 
     def _acquit(self, request_id: RequestId) -> None:
-        """A request has ended or got further: if it was on trial, the others may go on."""
-        was_on_trial = self._blame.on_trial == request_id
-        self._blame.forget(request_id)
-        if was_on_trial:
-            self._place_lobby()
+        """A request has ended: if it was the last one on trial, the others may go on."""
+        if self._trials.forget(request_id):
+            self._rearrange()
 
-    def detach(self, engine: Engine, *, failed_message: str = "") -> None:
-        """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches."""
-        if engine not in self.engines:
+    def detach(self, engine: Engine, why: str, *, blame: bool = True) -> None:
+        """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches.
+
+        ``blame``: what it was computing may be the cause.
+        """
+        if engine not in self.engines or self._closed:
             return
+        logger.log(logging.WARNING if blame else logging.INFO, "executor %s %s", engine.info.name, why)
         self.engines.remove(engine)
         self.observer.epoch_over(engine.core.epoch)
         lives = [live for live in self.live if self._homes.get(live.record.id) is engine]
-        given_up = []
+        given_up = self._trials.failed(engine, lives) if blame else []
         for live in lives:
             self._homes.pop(live.record.id, None)
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
-            if any(engine.core.is_in_flight(sequence) for sequence in live.computing):
-                tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
-                if self._blame.failed(live.record.id, tokens):
-                    given_up.append(live)
             live.suspend()
         for live in given_up:
-            problem = Problem(f"The request failed repeatedly: {failed_message or 'its executor was lost'}")
+            problem = Problem(f"The request failed repeatedly: its executor {why}")
             self.end_choices(live, set(live.open), EndReason.ERROR, problem)
-        # Suspects first: whoever starts on trial is to have nothing beside it.
-        rest = [live for live in lives if live not in given_up]
-        rest.sort(key=lambda live: not self._blame.is_suspect(live.record.id))
-        if rest:
+        if rest := [live for live in lives if live not in given_up]:
             self.spawn(self._resume(rest))
+        self._rearrange()
 
     async def _resume(self, lives: list[LiveRequest]) -> None:
         while True:
@@ -306,6 +372,10 @@ class SchedulerService:
                 await asyncio.sleep(RETRY_S)
         for resumption in resumptions:
             live = resumption.live
+            if resumption.outranked_by:
+                # Rule L1: only if it is still current there. Somebody took a later term, or this one was given before.
+                self._yield_to(resumption.outranked_by)
+                return
             for choice in resumption.ended:
                 self.close(live.record.id, choice)
             if self.live.get(live.record.id) is live:
@@ -320,33 +390,34 @@ class SchedulerService:
         # The next plan first: everything else can wait behind the forward pass.
         planned = engine.pump()
         engine.core.tidy()
-        self._judge(engine)
+        if self._trials.judge(engine):
+            self._rearrange()
         self._searches.happened(engine, acknowledged.events)
         self.observer.acknowledged(epoch, result.step)
         self.observer.happened(acknowledged.events + planned, epoch)
         self.backlog.learn_all(acknowledged.events)
         self.metrics.observe_step(acknowledged.tokens, engine.plan_s, acknowledged.round_trip_s, result.timings)
 
-    def _judge(self, engine: Engine) -> None:
-        """If the request on trial has got further, it was not the one."""
-        accused = self._blame.on_trial
-        live = self.live.get(accused) if accused is not None else None
-        if live is None or self._homes.get(live.record.id) is not engine:
-            return
-        tokens = sum(engine.core.known_tokens(sequence) for sequence in live.computing)
-        if self._blame.got_further(live.record.id, tokens):
-            self._place_lobby()
-
     def take_logged(self, engine: Engine, logged: Logged) -> None:
         """Tokens and ends up to a step are in the log."""
         engine.last_heard_s = time.monotonic()
         for sequence in engine.take_logged(logged.step):
             self.close(sequence.request_id, sequence.choice)
+        self._relieve(engine)
 
     def take_heartbeat(self, engine: Engine, heartbeat: Heartbeat) -> None:
         """An executor lives."""
-        engine.last_heard_s = time.monotonic()
-        engine.draining = heartbeat.draining
+        engine.take_heartbeat(heartbeat)
+        if heartbeat.draining and not engine.draining:
+            logger.info("executor %s wants to leave", engine.info.name)
+            engine.draining = True
+        self._relieve(engine)
+
+    def _relieve(self, engine: Engine) -> None:
+        """Let an executor that wants to leave go once no step of its is under way and all it has computed is logged."""
+        if engine.is_relieved and engine in self.engines:
+            self.detach(engine, "is relieved", blame=False)
+            engine.say_farewell()
 
     def pump(self, engine: Engine) -> None:
         """Send what plans may be sent, since something has changed."""
@@ -376,6 +447,18 @@ class SchedulerService:
         """Some request is owed an end."""
         return len(self.live) > 0
 
+    async def shut_down(self) -> None:
+        """This scheduler's word counts no longer: stop whatever is under way. Who comes next reads the log."""
+        self._closed = True
+        self._deadlines.close()
+        for live in self.live:
+            for sequence in live.sequences:
+                self.observer.left(sequence, EndReason.NONE)
+        while self._background:
+            for task in self._background:
+                task.cancel()
+            await asyncio.wait(self._background, timeout=0.1)
+
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Do something beside; what goes wrong is logged."""
         task = asyncio.create_task(work)
@@ -386,3 +469,9 @@ class SchedulerService:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a background task failed", exc_info=task.exception())
+
+
+def _entry_time(entry_id: bytes) -> tuple[int, int]:
+    """A stream's entry id as something that can be compared."""
+    time_ms, _, sequence = entry_id.partition(b"-")
+    return int(time_ms), int(sequence or 0)

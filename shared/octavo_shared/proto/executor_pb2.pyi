@@ -46,6 +46,7 @@ class ExecutorMessage(_message.Message):
     LOGGED_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -56,6 +57,8 @@ class ExecutorMessage(_message.Message):
     def resync(self) -> Global___Resync: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def offer(self) -> Global___CacheOffer: ...
     def __init__(
         self,
         *,
@@ -64,12 +67,13 @@ class ExecutorMessage(_message.Message):
         logged: Global___Logged | None = ...,
         resync: Global___Resync | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        offer: Global___CacheOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "logged", b"logged", "result", b"result", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "logged", b"logged", "offer", b"offer", "result", b"result", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "logged", b"logged", "result", b"result", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "logged", b"logged", "offer", b"offer", "result", b"result", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "result", "logged", "resync", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "result", "logged", "resync", "heartbeat", "offer"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -82,24 +86,28 @@ class SchedulerMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    FAREWELL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def plan(self) -> Global___StepPlan: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
+    @_builtins.property
+    def farewell(self) -> Global___Farewell: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         plan: Global___StepPlan | None = ...,
         refusal: Global___Refusal | None = ...,
+        farewell: Global___Farewell | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "plan", b"plan", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["farewell", b"farewell", "kind", b"kind", "plan", b"plan", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "plan", b"plan", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["farewell", b"farewell", "kind", b"kind", "plan", b"plan", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "plan", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "plan", "refusal", "farewell"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -238,25 +246,134 @@ class Heartbeat(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     """The last step it has finished."""
     draining: _builtins.bool
     """It wants to leave: give it nothing new and take its sequences back."""
+    step_s: _builtins.float
+    """How long the step it is in has lasted (seconds); 0 = it is between steps."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        step_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "step", b"step", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Farewell(_message.Message):
+    """An executor that asked to leave has been relieved of everything: it may go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Farewell: _TypeAlias = Farewell  # noqa: Y015
+
+@_typing.final
+class CacheOffer(_message.Message):
+    """What the pages of an executor hold that has been attached before: part of it per message, sent before its Hello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ROOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def device(self) -> Global___PageNames: ...
+    @_builtins.property
+    def host(self) -> Global___PageNames: ...
+    @_builtins.property
+    def roots(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheRoot]: ...
+    def __init__(
+        self,
+        *,
+        device: Global___PageNames | None = ...,
+        host: Global___PageNames | None = ...,
+        roots: _abc.Iterable[Global___CacheRoot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host", "roots", b"roots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheOffer: _TypeAlias = CacheOffer  # noqa: Y015
+
+@_typing.final
+class PageNames(_message.Message):
+    """What pages hold, as the scheduler that planned their filling called it. Arrays are parallel and little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    pages: _builtins.bytes
+    """int32[pages]"""
+    numbers: _builtins.bytes
+    """int64[pages]: number of the content; 0 = nothing that is to be found."""
+    parents: _builtins.bytes
+    """int64[pages]: number of the content it continues, or of the root of its chain."""
+    tokens: _builtins.bytes
+    """int32[named * block_size]: token ids of those whose number is not 0."""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.bytes = ...,
+        numbers: _builtins.bytes = ...,
+        parents: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["numbers", b"numbers", "pages", b"pages", "parents", b"parents", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageNames: _TypeAlias = PageNames  # noqa: Y015
+
+@_typing.final
+class CacheRoot(_message.Message):
+    """What must match for a chain of pages to be of use besides its tokens: model, adapter, tenant, salt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    root: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        root: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "root", b"root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheRoot: _TypeAlias = CacheRoot  # noqa: Y015
 
 @_typing.final
 class Resync(_message.Message):
@@ -445,6 +562,9 @@ class StepPlan(_message.Message):
     SAMPLE_SLOTS_FIELD_NUMBER: _builtins.int
     ROW_DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEVICE_NAMES_FIELD_NUMBER: _builtins.int
+    HOST_NAMES_FIELD_NUMBER: _builtins.int
+    ROOTS_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
@@ -484,6 +604,16 @@ class StepPlan(_message.Message):
     def restores(self) -> Global___PageMoves:
         """Host page to device page."""
 
+    @_builtins.property
+    def device_names(self) -> Global___PageNames:
+        """What pages hold or hold no longer, as of the moment before this plan's moves and forward pass. The executor only keeps it
+        (CacheOffer); a plan that gives a page away takes its name with it.
+        """
+
+    @_builtins.property
+    def host_names(self) -> Global___PageNames: ...
+    @_builtins.property
+    def roots(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheRoot]: ...
     def __init__(
         self,
         *,
@@ -507,10 +637,13 @@ class StepPlan(_message.Message):
         sample_slots: _builtins.bytes = ...,
         row_drafts: _builtins.bytes = ...,
         draft_tokens: _builtins.bytes = ...,
+        device_names: Global___PageNames | None = ...,
+        host_names: Global___PageNames | None = ...,
+        roots: _abc.Iterable[Global___CacheRoot] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "copy_out", b"copy_out", "restores", b"restores"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "copy_out", b"copy_out", "device_names", b"device_names", "host_names", b"host_names", "restores", b"restores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "copy_out", b"copy_out", "draft_tokens", b"draft_tokens", "epoch", b"epoch", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "release", b"release", "restores", b"restores", "row_drafts", b"row_drafts", "row_samples", b"row_samples", "row_slots", b"row_slots", "row_starts", b"row_starts", "row_tokens", b"row_tokens", "sample_slots", b"sample_slots", "step", b"step", "swap_blocks", b"swap_blocks", "swap_indices", b"swap_indices", "swap_slots", b"swap_slots", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "copy_out", b"copy_out", "device_names", b"device_names", "draft_tokens", b"draft_tokens", "epoch", b"epoch", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "host_names", b"host_names", "release", b"release", "restores", b"restores", "roots", b"roots", "row_drafts", b"row_drafts", "row_samples", b"row_samples", "row_slots", b"row_slots", "row_starts", b"row_starts", "row_tokens", b"row_tokens", "sample_slots", b"sample_slots", "step", b"step", "swap_blocks", b"swap_blocks", "swap_indices", b"swap_indices", "swap_slots", b"swap_slots", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

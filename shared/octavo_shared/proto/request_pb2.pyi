@@ -176,6 +176,12 @@ class RequestRecord(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     PRESENTATION_FIELD_NUMBER: _builtins.int
+    RESUME_TTL_MS_FIELD_NUMBER: _builtins.int
+    DISCONNECT_GRACE_MS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    READMITTED_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """"<log>-<serial>": the gateway incarnation whose log holds the answer, and a serial in it (hex)."""
     arrival_us: _builtins.int
@@ -204,6 +210,17 @@ class RequestRecord(_message.Message):
     include_stop_str_in_output: _builtins.bool
     presentation: _builtins.bytes
     """What a gateway needs to render the answer again (JSON of its own making); opaque to all others."""
+    resume_ttl_ms: _builtins.int
+    """For how long after its end the answer can be had again (milliseconds)."""
+    disconnect_grace_ms: _builtins.int
+    """How long it goes on while no client follows it (milliseconds)."""
+    place: _builtins.int
+    """Of the requests of one answer, whose serials follow each other, this is number `place`; 0 of 1 where it is the only one."""
+    places: _builtins.int
+    readmitted: _builtins.bool
+    """Appended again after Redis has lost it: its log may hold part of the answer, so it is folded before anything starts."""
+    tenant_weight: _builtins.float
+    """The tenant's share under the fair policy, where the gateway knows it; 0 = not said."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -230,10 +247,16 @@ class RequestRecord(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         include_stop_str_in_output: _builtins.bool = ...,
         presentation: _builtins.bytes = ...,
+        resume_ttl_ms: _builtins.int = ...,
+        disconnect_grace_ms: _builtins.int = ...,
+        place: _builtins.int = ...,
+        places: _builtins.int = ...,
+        readmitted: _builtins.bool = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_us", b"arrival_us", "cache_salt", b"cache_salt", "deadline_us", b"deadline_us", "id", b"id", "idempotency_key", b"idempotency_key", "include_stop_str_in_output", b"include_stop_str_in_output", "lora", b"lora", "n", b"n", "owner_generation", b"owner_generation", "presentation", b"presentation", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_us", b"arrival_us", "cache_salt", b"cache_salt", "deadline_us", b"deadline_us", "disconnect_grace_ms", b"disconnect_grace_ms", "id", b"id", "idempotency_key", b"idempotency_key", "include_stop_str_in_output", b"include_stop_str_in_output", "lora", b"lora", "n", b"n", "owner_generation", b"owner_generation", "place", b"place", "places", b"places", "presentation", b"presentation", "priority", b"priority", "prompt", b"prompt", "readmitted", b"readmitted", "resume_ttl_ms", b"resume_ttl_ms", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,6 +272,7 @@ class AbortRecord(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     OWNER_GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NEW_OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     choice: _builtins.int
@@ -257,6 +281,8 @@ class AbortRecord(_message.Message):
     """Generation of the owner who says so; ignored when the request has a later one."""
     reason: _builtins.str
     """Why, for people: "disconnect", "stop_string", …"""
+    new_owner: _builtins.str
+    """Not an abort: a client of this gateway follows the request from now on, under owner_generation."""
     def __init__(
         self,
         *,
@@ -264,10 +290,11 @@ class AbortRecord(_message.Message):
         choice: _builtins.int = ...,
         owner_generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        new_owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "owner_generation", b"owner_generation", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "new_owner", b"new_owner", "owner_generation", b"owner_generation", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@ imported for the interpreter cannot be compiled."""
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -40,6 +41,30 @@ def test_the_chosen_cases_compile_and_fall_short_of_nothing() -> None:
     assert " 0 fall short" in done.stdout
     assert done.stdout.count("sm_90") >= 10
     assert "HGMMA" in done.stdout
+
+
+def test_attention_of_chunks_compiles_for_the_other_targets() -> None:
+    only = "attention, chunks bf16, pages bf16, head 128"
+    done = compile_cases("--only", only, "--targets", "sm_80,sm_100,gfx942")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    for target, units in (("sm_80", "HMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")):
+        line = next(line for line in done.stdout.splitlines() if line.startswith(target))
+        assert units in line
+        assert " 0 B spilled" in line
+
+
+def test_decodes_beside_other_projects(tmp_path: Path) -> None:
+    peer = [sys.executable, "bench/kernels_peer.py", "--sequences", "64"]
+    done = subprocess.run(peer, capture_output=True, text=True, check=True)
+    cells = next(line for line in done.stdout.splitlines() if line.startswith("| Octavo")).split(" | ")
+    registers, spilled, keys, instructions = (int(cells[i]) for i in (1, 2, 5, 6))
+    assert registers <= 128  # four blocks of four warps fit on a multiprocessor
+    assert spilled == 0
+    assert keys == 64
+    assert instructions < 2000  # what the least of the others takes is in docs/kernels.md
+    done = subprocess.run([*peer, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has none of vllm/" in done.stderr
 
 
 def compiled(warps: int = 4, shared_bytes: int = 71680) -> Compiled:
@@ -146,7 +171,8 @@ def result(target: str, spilled_bytes: int = 0) -> Result:
 def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
     document = tmp_path / "kernels.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(document, [result("sm_90"), result("sm_80", 112)])
+    hidden = replace(result("sm_90"), variant="bf16, head 64")
+    write(document, [result("sm_90"), result("sm_80", 112), hidden])
     text = document.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -154,6 +180,11 @@ def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
     row = next(line for line in text.splitlines() if line.startswith("| attention"))
     assert "154, 70 K, 3 |" in row
     assert "112 B spilled" in row
+    assert "head 64" not in text
+    rows = list(csv.DictReader((tmp_path / "kernels.csv").open()))
+    assert [row["variant"] for row in rows] == ["bf16", "bf16", "bf16, head 64"]
+    assert rows[1]["spilled_bytes"] == "112"
+    assert rows[1]["faults"] == "112 bytes of registers spilled"
     assert len(table([result("sm_90")]).splitlines()) == 3
     (tmp_path / "other.md").write_text("no marks")
     with pytest.raises(ValueError, match="no marks"):

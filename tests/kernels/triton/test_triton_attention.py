@@ -57,22 +57,23 @@ def test_more_heads_than_a_small_tile_has_rows() -> None:
     check(gpu_case([(1, 20), (6, 9)], shape), shape)
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 65])
-def test_a_window(window: int) -> None:
+@pytest.mark.parametrize(("window", "dtype"), [(1, F32), (7, F16), (16, F32), (65, F16)])
+def test_a_window(window: int, dtype: torch.dtype) -> None:
     shape = AttentionShape(6, 2, 64, 16, 0.125, window)
-    check(gpu_case([(1, 15), (1, 16), (1, 17), (1, 130), (40, 40), (40, 130)], shape), shape)
+    check(gpu_case([(1, 15), (1, 16), (1, 17), (1, 130), (40, 40), (40, 130)], shape, dtype), shape)
 
 
-def test_a_soft_cap() -> None:
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_a_soft_cap(dtype: torch.dtype) -> None:
     shape = AttentionShape(2, 1, 64, 16, 1.0, soft_cap=3.0)
-    check(gpu_case([(1, 33), (20, 33)], shape), shape)
+    check(gpu_case([(1, 33), (20, 33)], shape, dtype), shape)
 
 
-@pytest.mark.parametrize("window", [0, 24])
-def test_sinks_and_slopes(window: int) -> None:
+@pytest.mark.parametrize(("window", "dtype"), [(0, F32), (24, F16)])
+def test_sinks_and_slopes(window: int, dtype: torch.dtype) -> None:
     shape = AttentionShape(4, 2, 64, 16, 0.125, window)
     extras = AttentionExtras(sinks=torch.tensor([0.5, -3.0, 4.0, 0.0]), slopes=torch.tensor([0.5, 0.25, 0.1, 0.01]))
-    case = gpu_case([(1, 1), (1, 100), (20, 100), (8, 130)], shape, extras=extras)
+    case = gpu_case([(1, 1), (1, 100), (20, 100), (8, 130)], shape, dtype, extras=extras)
     check(case, shape)
     check(case, shape, split_keys=64)
 
@@ -100,9 +101,10 @@ def test_more_parts_than_the_reduction_takes_in_one_go() -> None:
     check(gpu_case([(1, 20 * 64 - 1)], shape), shape, split_keys=64, bounds=StepBounds(1, 1, 2000))
 
 
-def test_chunks_are_split_where_there_are_few() -> None:
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_chunks_are_split_where_there_are_few(dtype: torch.dtype) -> None:
     shape = AttentionShape(1, 1, 64, 16, 0.125)
-    case = gpu_case([(20, 600)], shape)
+    case = gpu_case([(20, 600)], shape, dtype)
     bounds = StepBounds(1, 20, 600)
     check(case, shape, bounds=bounds, split_keys=16, partial_rows=100)
     assert not torch.equal(attend(case, shape, bounds, 100, 16), attend(case, shape, bounds))  # it was split
@@ -141,12 +143,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(window: int) -> None:
     shape = AttentionShape(4, 2, 64, 16, 0.125, window)
     case = gpu_case([(150, 150), (1, 90)], shape)
     together = attend(case, shape, split_keys=64)
-    for start, end in ((0, 40), (40, 103), (103, 150)):
+    # The decode last: alone, it has a launch of its own.
+    for start, end, keys in ((0, 40, 40), (40, 103, 103), (103, 150, 150), (150, 151, 90)):
         batch = replace(
             case.plain.batch,
             num_seqs=torch.tensor([1], dtype=torch.int32),
             query_start=torch.tensor([0, end - start], dtype=torch.int32),
-            seq_lens=torch.tensor([end], dtype=torch.int32),
+            seq_lens=torch.tensor([keys], dtype=torch.int32),
+            block_tables=case.plain.batch.block_tables[int(keys == 90) :],
         )
         part = replace(case, plain=replace(case.plain, qkv=case.plain.qkv[start:end].contiguous(), batch=batch))
         assert torch.equal(attend(part, shape, split_keys=64), together[start:end]), (start, end)

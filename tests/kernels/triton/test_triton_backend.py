@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from octavo_executor.kv_cache import KvCache
 from octavo_executor.model import Transformer
-from octavo_executor.spec import ModelSpec, read_spec
+from octavo_executor.spec import read_spec
 from octavo_executor.weights import DtypePlan, load_weights
 from octavo_kernels import AttentionShape, choose_kernels
 from octavo_kernels.interface import Kernels
@@ -33,31 +33,17 @@ BLOCK, BLOCKS, VOCAB = 8, 12, 131
 F32 = torch.float32
 
 
-@dataclass
-class Cache:
-    """Pages as the backend lays them out, all NaN."""
-
-    k: Tensor
-    v: Tensor
-    block_size: int
-
-    @staticmethod
-    def of(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> Cache:
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK, spec.attention_scale)
-        pages = kernels.page_shapes(shape, dtype)
-        k, v = (kernels.empty((spec.num_layers, BLOCKS, *page), dtype) for page in (pages.k, pages.v))
-        return Cache(k.fill_(float("nan")), v.fill_(float("nan")), BLOCK)
-
-
 class Driver:
     """A transformer on one backend, with a page table per sequence."""
 
     def __init__(self, folder: Path, kernels: Kernels, dtype: torch.dtype = F32) -> None:
         spec, dtypes = read_spec(folder), DtypePlan(dtype, dtype, dtype)
-        self.kernels, self.cache = kernels, Cache.of(spec, kernels, dtype)
+        self.kernels, self.cache = kernels, KvCache(spec, BLOCKS, BLOCK, dtype, kernels)
+        for pages in (self.cache.k, self.cache.v):
+            pages.fill_(float("nan"))
         limits = {"max_model_len": 64, "max_tokens": 32, "max_seqs": 4, "max_logits": 32}
         weights = load_weights(folder, spec, kernels, dtypes)
-        self.model = Transformer(spec, weights, kernels, self.cache, dtypes, **limits)  # type: ignore[arg-type]
+        self.model = Transformer(spec, weights, kernels, self.cache, dtypes, **limits)
         self._free = [7, 2, 11, 0, 5, 9, 3, 1, 10, 4, 8, 6]
         self._tables: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}

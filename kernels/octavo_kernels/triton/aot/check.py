@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from octavo_kernels.triton.aot.attention_cases import attention_cases
+from octavo_kernels.triton.aot.batch_cases import batch_cases
 from octavo_kernels.triton.aot.case import Case, faults
 from octavo_kernels.triton.aot.compile import compiling
 from octavo_kernels.triton.aot.estimate import blocks_per_multiprocessor, floor_s, issue_share
@@ -17,11 +18,12 @@ from octavo_kernels.triton.aot.layer_cases import layer_cases
 from octavo_kernels.triton.aot.machine_code import read
 from octavo_kernels.triton.aot.report import Result, floor_on_h100, write
 from octavo_kernels.triton.aot.targets import TARGETS
+from octavo_kernels.triton.aot.weight_cases import weight_cases
 
 
 def all_cases() -> list[Case]:
     """Every kernel with every type and size it is meant for."""
-    return [*attention_cases(), *layer_cases()]
+    return [*attention_cases(), *batch_cases(), *layer_cases(), *weight_cases()]
 
 
 def check(case: Case, target_name: str) -> Result:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from octavo_kernels.triton.aot.targets import H100_BYTES_PER_S, TARGETS
@@ -73,8 +74,17 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
+def representative(results: Iterable[Result]) -> list[Result]:
+    """Those that a reader wants to see: of head sizes 128, of float16 nothing (its code is bfloat16's)."""
+    return [
+        result
+        for result in results
+        if ("head" not in result.variant or "head 128" in result.variant) and not result.variant.startswith("fp16")
+    ]
+
+
 def write(path: Path, results: Sequence[Result]) -> None:
-    """Put the table between its marks in a document.
+    """Put the table of representative cases between its marks in a document, and all cases into a CSV beside it.
 
     Raises:
         ValueError: the document has no such marks.
@@ -83,7 +93,13 @@ def write(path: Path, results: Sequence[Result]) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{path} has no marks for the table: {BEGIN}")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n\n{table(representative(results))}\n\n{END}{after}")
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(field.name for field in fields(Result))
+        rows.writerows(
+            ["; ".join(value) if isinstance(value, tuple) else value for value in astuple(result)] for result in results
+        )
 
 
 def floor_on_h100(bytes_: float, flops: float) -> float:

@@ -122,8 +122,8 @@ async def _submit(
     caller: Caller = request.scope["octavo.caller"]
     order = Order(
         draft=draft,
-        tenant=caller.tenant,
-        priority=body.priority or 0,
+        caller=caller,
+        priority=caller.priority(body.priority or 0),
         cache_salt=body.cache_salt or "",
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         traceparent=traceparent,
@@ -132,6 +132,7 @@ async def _submit(
         deadline_us=_deadline_us(body.timeout, arrival_s),
     )
     submission = await gateway.admission.submit(prompts, samplings, order)
+    request.scope["octavo.headers"] += [(name.encode(), value.encode()) for name, value in submission.charge.headers]
     return Answer(gateway, submission, presentation, arrival_s=arrival_s, echo_texts=texts, span=span)
 
 

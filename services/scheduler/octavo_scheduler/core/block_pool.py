@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.free_list import FreeList
+from octavo_shared.plan import NO_NAMES, PageNames
 from octavo_shared.records import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
@@ -67,6 +68,8 @@ class BlockPool:
         self.number: Int64Array = np.zeros(num_blocks, np.int64)
         self.parent: Int64Array = np.zeros(num_blocks, np.int64)
         self.tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
+        # Blocks that have got or lost a name since the last time somebody asked.
+        self._renamed: set[int] = set()
         self._by_digest: dict[bytes, int] = {}
         self.find = self._by_digest.get
 
@@ -173,6 +176,7 @@ class BlockPool:
         self._by_digest[content.digest] = block
         self._digest[block] = content.digest
         self._named[block] = True
+        self._renamed.add(block)
         self.number[block] = content.number
         self.parent[block] = content.parent
         self.depth[block] = content.depth
@@ -183,6 +187,17 @@ class BlockPool:
             self._free.remove(block)
             self._free.push_back(block)
         return True
+
+    def take_names(self) -> PageNames:
+        """What has changed since the last call in what blocks are known to hold."""
+        if not self._renamed:
+            return NO_NAMES
+        blocks = np.fromiter(self._renamed, np.int32, len(self._renamed))
+        self._renamed.clear()
+        named = self.named[blocks]
+        return PageNames(
+            blocks, np.where(named, self.number[blocks], 0), self.parent[blocks], self.tokens[blocks[named]]
+        )
 
     def forget_all(self) -> int:
         """Nothing is findable any more, nor what plans in flight will have computed; returns how many blocks that were."""
@@ -199,6 +214,7 @@ class BlockPool:
             del self._by_digest[digest]
             self._digest[block] = None
             self._named[block] = False
+            self._renamed.add(block)
 
     def check_integrity(self, references: Int64Array) -> None:
         """Compare with the references that are really held, int64[num_blocks].

@@ -7,15 +7,18 @@ class ties the three to sequences. The same content has one number on both tiers
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo_scheduler.core.adoption import in_chains, read_offers
 from octavo_scheduler.core.block_pool import BlockPool, Content
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.hashing import BlockHasher
 from octavo_scheduler.core.sequence import Sequence
+from octavo_shared.plan import NO_NAMES, NO_OFFER, CacheOffer
 from octavo_shared.records import Int32Array, RequestRecord
 
 _NOTHING: Int32Array = np.empty(0, np.int32)
@@ -52,6 +55,8 @@ class PrefixCache:
         self._scope = config.prefix_cache_scope
         self._numbers = 0
         self._roots: OrderedDict[bytes, int] = OrderedDict()
+        # Roots that the executor has not been told of yet.
+        self._new_roots: list[tuple[int, bytes]] = []
 
     def root_of(self, record: RequestRecord) -> bytes:
         """The start of a request's chain: everything that must match for reuse besides the tokens."""
@@ -71,6 +76,15 @@ class PrefixCache:
         blocks, on_host = blocks[:sound], on_host[:sound]
         ready = int(on_host.argmax()) if on_host.any() else sound
         return Hit(blocks[:ready], blocks[ready:], on_host[ready:])
+
+    def count_cached(self, record: RequestRecord) -> int:
+        """Prompt tokens of a request that could be read instead of computed, as of now."""
+        if not self.enabled or record.sampling.prompt_logprobs is not None:
+            return 0
+        chain: list[bytes] = []
+        usable = (len(record.prompt) - 1) // self._block_size
+        self.hasher.extend(chain, self.root_of(record), record.prompt, usable)
+        return len(self._look_up(chain)[0]) * self._block_size
 
     def _look_up(self, chain: list[bytes]) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Blocks that answer to the hashes of a chain, up to the first that none answers to, and which are on the host."""
@@ -114,6 +128,7 @@ class PrefixCache:
             self._roots.popitem(last=False)
         self._numbers += 1
         self._roots[root] = self._numbers
+        self._new_roots.append((self._numbers, root))
         return self._numbers
 
     def adopt(self, sequence: Sequence, cached: Int32Array) -> None:
@@ -161,6 +176,43 @@ class PrefixCache:
             return 0
         self._numbers = max(self._numbers, content.number)
         return content.number
+
+    def take_names(self) -> CacheOffer:
+        """What the executor is to know of its pages' content, as a difference to the last call."""
+        device, host = self._device.take_names(), self._host.take_names()
+        if device is NO_NAMES and host is NO_NAMES:
+            return NO_OFFER
+        roots, self._new_roots = tuple(self._new_roots), []
+        return CacheOffer(device, host, roots)
+
+    def take_over(self, offers: Items[CacheOffer]) -> int:
+        """Name what an executor's pages hold already, before anything else is named; returns how many pages are.
+
+        Raises:
+            DoubtfulError: the offers contradict themselves; nothing is taken over.
+        """
+        if not self.enabled:
+            return 0
+        own = self.hasher.root(self._fingerprint)
+        roots = {number: root for offer in offers for number, root in offer.roots if root.startswith(own)}
+        pools = (self._device, self._host)
+        links = read_offers(offers, (self._device.num_blocks, self._host.num_blocks), self._block_size)
+        contents: dict[int, Content] = {}
+        for number, depth in in_chains(links, roots):
+            link = links[number]
+            if depth == 1:
+                parent, before = self._root_number(roots[link.parent]), self.hasher.start(roots[link.parent])
+            else:
+                parent, before = contents[link.parent].number, contents[link.parent].digest
+            self._numbers += 1
+            digest = self.hasher.follow(before, link.tokens)
+            contents[number] = Content(digest, self._numbers, parent, depth, link.tokens)
+        named = 0
+        # The heads of chains last: free blocks are reused in the order in which they were named.
+        for number, content in reversed(contents.items()):
+            for tier, page in links[number].pages:
+                named += pools[tier].name(page, int(pools[tier].generation[page]), content)
+        return named
 
     def reset(self) -> int:
         """Nothing computed until now is found any more; returns how many blocks could be."""

@@ -14,6 +14,8 @@ the executor's word that a sequence ended: slot and blocks return.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,7 +40,7 @@ from octavo_scheduler.core.slots import SlotTable
 from octavo_scheduler.core.stats import CoreStats
 from octavo_scheduler.core.view import KvView, Tier, view_kv
 from octavo_scheduler.core.waiting import OUTPUT_COST, FairQueue, make_queue
-from octavo_shared.plan import StepPlan, StepResult
+from octavo_shared.plan import NO_OFFER, CacheOffer, StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
 
 
@@ -335,7 +337,9 @@ class Scheduler:
         )
         released, self._released = self._released, []
         draft.admitted += self.beams.take_seated()
-        return draft.build((self.term, self.epoch, self.step), released, samples, self._copy_on_write.take(), moves)
+        plan = draft.build((self.term, self.epoch, self.step), released, samples, self._copy_on_write.take(), moves)
+        names = self.prefix_cache.take_names()
+        return plan if names is NO_OFFER else replace(plan, names=names)
 
     def _note_chunks(self, draft: Draft) -> int:
         """Events for rows that prefill; returns how many prompt tokens they compute."""
@@ -394,6 +398,15 @@ class Scheduler:
         heir = self.families.leave(sequence)
         if heir is not None:
             self.waiting.push(heir)
+
+    def adopt(self, offers: Items[CacheOffer]) -> int:
+        """Before the first plan: take over what the executor's pages hold already; returns how many pages that are.
+
+        Raises:
+            DoubtfulError: the offers contradict themselves; the cache stays empty.
+        """
+        assert not self.step, "names are for an executor that has done nothing yet"
+        return self.prefix_cache.take_over(offers)
 
     def reset_prefix_cache(self) -> int:
         """Nothing computed until now is found again, by anyone; returns how many blocks could be."""

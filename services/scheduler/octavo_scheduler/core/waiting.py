@@ -119,9 +119,16 @@ class FairQueue:
             self._shares[number] = self._weights.get(name, 1.0)
         return number
 
+    def _weigh(self, tenant: int, sequence: Sequence) -> None:
+        """A tenant's weight may change while the system runs: the newest word counts, but the operator's setting first."""
+        record = sequence.record
+        if record.tenant_weight > 0 and record.tenant not in self._weights:
+            self._shares[tenant] = record.tenant_weight
+
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait."""
         tenant = self.tenant_of(sequence)
+        self._weigh(tenant, sequence)
         queue = self._queues.get(tenant)
         if queue is None:
             others = list(self._queues) or [self._last_left]

@@ -1,0 +1,149 @@
+"""The Lua scripts of the log: whatever must happen at once or not at all.
+
+A request is a hash, ``request:<id>``, with these fields:
+
+* ``entry``: id of its entry in the model stream; there exactly while the request is owed an end.
+* ``record``: what stood in that entry, once it is deleted.
+* ``owner``: ``<generation> <gateway>``, once a client has reconnected; before that the generation is the record's and the
+  gateway the one that the request is named after.
+* ``end``: its final state as a snapshot entry, once that is no longer in the log.
+
+It has no life time while it is owed an end, and runs out by itself afterwards.
+"""
+
+from __future__ import annotations
+
+# KEYS: the model stream, each request of an answer, perhaps an idempotency key. ARGV: how many requests, the first one's id,
+# each one's entry. Set-if-absent on the key, then on each request (rule L6). Returns the first id of whoever holds the place.
+ADMIT = """
+local count = tonumber(ARGV[1])
+local key = KEYS[count + 2]
+if key then
+  local first = redis.call('GET', key)
+  if first then return first end
+  redis.call('SET', key, ARGV[2])
+end
+for i = 1, count do
+  if redis.call('EXISTS', KEYS[i + 1]) == 0 then
+    redis.call('HSET', KEYS[i + 1], 'entry', redis.call('XADD', KEYS[1], '*', 'e', ARGV[i + 2]))
+  end
+end
+return ARGV[2]
+"""
+
+# A request that Redis may have lost, with what its gateway has delivered of it. KEYS: the model stream, the request, its log,
+# perhaps its idempotency key. ARGV: the entry, the snapshot ('' = none), the answer's first id. Returns whether it was lost.
+READMIT = """
+if ARGV[2] ~= '' then redis.call('XADD', KEYS[3], '*', 'e', ARGV[2]) end
+if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+if KEYS[4] then redis.call('SET', KEYS[4], ARGV[3], 'NX') end
+redis.call('HSET', KEYS[2], 'entry', redis.call('XADD', KEYS[1], '*', 'e', ARGV[1]))
+return 1
+"""
+
+# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now, or Redis has been restarted since
+# and may have forgotten the end that was logged. KEYS: the model stream, the lease,
+# the requests of the answer, perhaps their idempotency key. ARGV: the consumer group, the entry, who is to hold the lease
+# and in which life of Redis ('' = no matter), how many requests, which of them it is, how long the answer is kept (ms), its first id. The life times
+# begin with the last of them.
+FINISH = """
+local holder, life = string.match(ARGV[3], '^(%S+) ?(%S*)')
+if holder and redis.call('GET', KEYS[2]) ~= holder then return 0 end
+if life and life ~= '' and not string.find(redis.call('INFO', 'server'), life, 1, true) then return 0 end
+local entry = redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2])[1]
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+redis.call('XDEL', KEYS[1], ARGV[2])
+local count = tonumber(ARGV[4] or '0')
+if count == 0 then return 1 end
+local own = KEYS[2 + ARGV[5]]
+if entry then redis.call('HSET', own, 'record', entry[2][2]) end
+redis.call('HDEL', own, 'entry')
+for i = 3, 2 + count do
+  if redis.call('HEXISTS', KEYS[i], 'entry') == 1 then return 1 end
+end
+for i = 3, 2 + count do redis.call('PEXPIRE', KEYS[i], ARGV[6]) end
+local key = KEYS[3 + count]
+if key and redis.call('GET', key) == ARGV[7] then redis.call('PEXPIRE', key, ARGV[6]) end
+return 1
+"""
+
+# KEYS: the model stream, the request. Returns its record, owner and end ('' where there is none), and whether it is owed one.
+LOOK_UP = """
+local fields = redis.call('HMGET', KEYS[2], 'entry', 'record', 'owner', 'end')
+local record = fields[2]
+if fields[1] then
+  local entry = redis.call('XRANGE', KEYS[1], fields[1], fields[1])[1]
+  record = entry and entry[2][2] or record
+end
+return {record or '', fields[3] or '', fields[4] or '', fields[1] and 1 or 0}
+"""
+
+# KEYS: the abort stream, each request of an answer. ARGV: the new generation, the gateway, and what to tell the scheduler
+# about each request. Returns the generation there was if it is not smaller, else 0. Requests that have ended have no owner.
+ADOPT = """
+for i = 2, #KEYS do
+  local owner = redis.call('HGET', KEYS[i], 'owner')
+  local generation = owner and tonumber(string.match(owner, '^%d+')) or 0
+  if generation >= tonumber(ARGV[1]) then return generation end
+end
+for i = 2, #KEYS do
+  if redis.call('HEXISTS', KEYS[i], 'entry') == 1 then
+    redis.call('HSET', KEYS[i], 'owner', ARGV[1] .. ' ' .. ARGV[2])
+    redis.call('XADD', KEYS[1], '*', 'e', ARGV[i + 1])
+  end
+end
+return 0
+"""
+
+# KEYS: the abort stream, the request. ARGV: the generation of who says so, the abort. A stale one is dropped (rule L7).
+ABORT = """
+local owner = redis.call('HGET', KEYS[2], 'owner')
+if owner and tonumber(string.match(owner, '^%d+')) > tonumber(ARGV[1]) then return 0 end
+redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
+return 1
+"""
+
+# KEYS: a log, requests of it that are over. ARGV: the last entry a snapshot knows of, the snapshot ('' = nothing is left),
+# the final state of each of the requests. What the snapshot does not know of is put behind it once more, so that a log
+# that grows all the time can be trimmed as well as one at rest. Returns the id of the snapshot, or '' without one.
+TRIM = """
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 1 then redis.call('HSET', KEYS[i], 'end', ARGV[i + 1]) end
+end
+local time, sequence = string.match(ARGV[1], '^(%d+)-?(%d*)$')
+local next = time .. '-' .. ((tonumber(sequence) or 0) + 1)
+if ARGV[2] == '' then
+  redis.call('XTRIM', KEYS[1], 'MINID', '=', next)
+  return ''
+end
+local newer = redis.call('XRANGE', KEYS[1], next, '+')
+local at = redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
+for _, entry in ipairs(newer) do redis.call('XADD', KEYS[1], '*', 'e', entry[2][2]) end
+redis.call('XTRIM', KEYS[1], 'MINID', '=', at)
+return at
+"""
+
+# Atomic, so that two schedulers that ask at once never get the same term. A Redis that has been restarted may have forgotten
+# the last ones it has given: then so many are left out that none is given twice. KEYS: the term, in which life of Redis the
+# last one was given.
+NEXT_TERM = """
+local life = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+local term = tonumber(redis.call('GET', KEYS[1]) or '0')
+local before = redis.call('GET', KEYS[2])
+if before and before ~= life then term = term + 1000 end
+redis.call('SET', KEYS[2], life)
+term = math.max(term, tonumber(ARGV[1])) + 1
+redis.call('SET', KEYS[1], string.format('%.0f', term))
+return term
+"""
+
+# Take a lease that is free or one's own already: the answer to an earlier try may have been lost.
+TAKE = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+
+# Renew or release a lease, but only one's own.
+RENEW = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
+RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"

@@ -1,0 +1,67 @@
+"""Requests of every kind that has state to lose, and what undisturbed services answer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import httpx
+from service_set import Answer, Services, ask, wait_until
+
+PROMPT = "It was the best of times, it was"
+Bodies = dict[str, dict[str, Any]]
+_KINDS: Bodies = {
+    "greedy": {"temperature": 0, "max_tokens": 160},
+    "seeded": {"seed": 7, "temperature": 1.0, "max_tokens": 160},
+    "choices": {"n": 3, "seed": 11, "temperature": 0.8, "top_p": 0.9, "max_tokens": 120, "logprobs": 2},
+    "beams": {"use_beam_search": True, "best_of": 3, "n": 2, "max_tokens": 60, "logprobs": 0},
+    "penalties": {
+        "seed": 3,
+        "temperature": 0.9,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "max_tokens": 160,
+    },
+}
+
+
+class Reference:
+    """The requests, and their answers while nothing happens. One is cut by a stop string that its text is known to have."""
+
+    def __init__(self, services: Services) -> None:
+        common = {"prompt": PROMPT, "ignore_eos": True}
+        self.bodies: Bodies = {name: {**common, **body} for name, body in _KINDS.items()}
+        text = ask(services.url, self.bodies["greedy"]).text[0]
+        self.bodies["stopped"] = {**self.bodies["greedy"], "stop": [text[len(text) // 2 :][:12]]}
+        self.answers: dict[str, Answer] = {name: ask(services.url, body) for name, body in self.bodies.items()}
+        assert self.answers["stopped"].ends == {0: "stop"}
+        assert set(self.answers["choices"].ends) == {0, 1, 2}
+
+
+class Crowd:
+    """All kinds of requests, several times at once, while something is done to the services."""
+
+    def __init__(self, services: Services, reference: Reference, rounds: int = 2) -> None:
+        self._services, self._reference = services, reference
+        self._pool = concurrent.futures.ThreadPoolExecutor(16)
+        names = list(reference.bodies) * rounds
+        self._answers = [(name, self._pool.submit(ask, services.url, reference.bodies[name])) for name in names]
+
+    @property
+    def is_answered(self) -> bool:
+        return all(answer.done() for _, answer in self._answers)
+
+    def expect_undisturbed(self) -> None:
+        """Every client got what it would have got, and nothing is left behind."""
+        for name, answer in self._answers:
+            assert answer.result(180) == self._reference.answers[name], name
+        self._pool.shutdown()
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "octavo:kv_blocks_used")
+        wait_until(lambda: not any(metric(self._services, name) for name in names), 30, "being idle")
+
+
+def metric(services: Services, name: str) -> float:
+    """A metric's value, summed over its label sets."""
+    text = httpx.get(f"{services.url}/metrics", timeout=10).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((name + "{", name + " ")))
