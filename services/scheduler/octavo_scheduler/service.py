@@ -460,7 +460,10 @@ class SchedulerService:
             await asyncio.wait(self._background, timeout=0.1)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Do something beside; what goes wrong is logged."""
+        """Do something beside; what goes wrong is logged. Nothing is begun any more once the term is over."""
+        if self._closed:
+            work.close()
+            return
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._done)
