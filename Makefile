@@ -12,7 +12,7 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PROTO := shared/octavo_shared/proto
 
 .DEFAULT_GOAL := help
-.PHONY: help install model serve test test-slow lint format bench bench-scheduler bench-host-tier chaos kernels-aot proto clean distclean
+.PHONY: help install model serve test test-slow lint audit format bench bench-scheduler bench-host-tier chaos kernels-aot proto clean distclean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-15s %s\n", $$1, $$2}'
@@ -36,6 +36,10 @@ lint: $(STAMP) ## Style, types and the import rules between rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Apart from lint, which must work without a network. Builds with a local version (+cpu) are no one's to look up.
+audit: $(STAMP) ## Look the pinned dependencies up in a list of known faults
+	$(BIN)/pip-audit --disable-pip --no-deps -r constraints.txt
 
 format: $(STAMP) ## Rewrite the code in the house style
 	$(BIN)/ruff check --fix .

@@ -211,6 +211,7 @@ class GatewaySettings(CommonSettings):
     enable_request_id_headers: bool = setting(True, "HTTP", "Echo X-Request-Id.")
     seed: int | None = setting(None, "model", "Makes the seeds of requests that name none reproducible.")
     max_num_prompts: int = setting(1024, "HTTP", "Most prompts in one request.", ge=1, le=MAX_PROMPTS)
+    max_num_choices: int = setting(4096, "HTTP", "Most choices in one request, of all its prompts together.", ge=1)
     max_n: int = setting(128, "HTTP", "Most choices per prompt.", ge=1, le=MAX_CHOICES)
     admin_timeout_s: float = setting(
         5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from opentelemetry.trace import Span
 from octavo_gateway.admission import Order
 from octavo_gateway.answer import Answer
 from octavo_gateway.body import in_worker, parse_body
-from octavo_gateway.errors import model_not_found
+from octavo_gateway.errors import bad_request, model_not_found
 from octavo_gateway.gateway import Gateway
 from octavo_gateway.keys import Caller
 from octavo_gateway.prompts import Bounds, chat_ids, completion_prompts, echo_texts
@@ -21,6 +22,9 @@ from octavo_gateway.sampling import Draft, draft_chat, draft_completion
 from octavo_gateway.schema.requests import ChatCompletionRequest, CompletionRequest, GenerationBody
 from octavo_gateway.schema.responses import ChatCompletion, Completion
 from octavo_gateway.slot import Kind, Presentation
+
+MAX_TRACESTATE_CHARS = 512
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 router = APIRouter()
 
@@ -113,12 +117,16 @@ async def _submit(
     texts: list[str],
     arrival_s: float,
 ) -> Answer:
+    choices = len(prompts) * max(draft.n, draft.params.beam_width)
+    if choices > gateway.settings.max_num_choices:
+        most = gateway.settings.max_num_choices
+        raise bad_request(f"A request may have at most {most} choices, of all prompts together, got {choices}.", "n")
     samplings = gateway.admission.check(prompts, draft)
     span: Span | None = request.scope.get("octavo.span")
     if span is not None:
         traceparent, tracestate = gateway.tracing.headers_of(span)
     else:
-        traceparent, tracestate = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+        traceparent, tracestate = _trace_headers(request)
     caller: Caller = request.scope["octavo.caller"]
     order = Order(
         draft=draft,
@@ -134,6 +142,14 @@ async def _submit(
     submission = await gateway.admission.submit(prompts, samplings, order)
     request.scope["octavo.headers"] += [(name.encode(), value.encode()) for name, value in submission.charge.headers]
     return Answer(gateway, submission, presentation, arrival_s=arrival_s, echo_texts=texts, span=span)
+
+
+def _trace_headers(request: Request) -> tuple[str, str]:
+    """The client's trace headers; "" for one that is none, or larger than anybody has to pass on (W3C Trace Context, 3.3.1)."""
+    parent, state = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+    if not _TRACEPARENT.fullmatch(parent):
+        return "", ""
+    return parent, state if len(state) <= MAX_TRACESTATE_CHARS else ""
 
 
 def _deadline_us(timeout_s: float | None, arrival_s: float) -> int:
