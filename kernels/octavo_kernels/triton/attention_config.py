@@ -111,7 +111,10 @@ def small_tiles(shape: AttentionShape, page_dtype: torch.dtype, gpu: Gpu) -> Til
     if page_dtype.itemsize == 4:
         keys, warps = (16, 8) if width > 128 else (32, 4)
     stage_bytes = keys * 2 * width * page_dtype.itemsize
-    return Tiles(small_rows(shape), keys, warps, _stages(gpu, stage_bytes, 8192, 3 if stage_bytes >= 32768 else 4))
+    stages = _stages(gpu, stage_bytes, 8192, 3 if stage_bytes >= 32768 else 4)
+    # Left alone, the compiler settles for 96 registers on Hopper, and spills for a soft cap's sake. Four blocks may have 128.
+    registers = 128 if shape.soft_cap and gpu.arch == "sm_90" and page_dtype.itemsize < 4 else None
+    return Tiles(small_rows(shape), keys, warps, stages, registers)
 
 
 def small_rows(shape: AttentionShape) -> int:
