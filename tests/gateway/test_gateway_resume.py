@@ -180,10 +180,14 @@ def test_a_client_may_come_back_before_its_old_connection_is_known_to_be_dead(
     two: tuple[Stage, Stage, threading.Event], ids: list[int]
 ) -> None:
     stage, other, gate = two
+    stage.engine.step_s = 0.05
+    threading.Timer(0.5, gate.set).start()
     with stage.client.stream(
         "POST", "/v1/completions", json={"prompt": "x", "max_tokens": len(ids), "stream": True}
     ) as answer:
-        text = next(part for part in answer.iter_text())
+        # Kept: the connection is closed with the iterator.
+        reading = answer.iter_text()
+        text = next(reading)
         events = read_events(text[: text.rindex("\n\n") + 2])
         with other.client.stream(
             "GET", f"/v1/streams/{stream_id(events)}", headers={"Last-Event-ID": events[-1].id}
@@ -192,7 +196,6 @@ def test_a_client_may_come_back_before_its_old_connection_is_known_to_be_dead(
             # Only now does the old one go: its abort comes from an owner that is none any more.
             answer.close()
             eventually(lambda: stage.server.gateway.reader.live == 0, "the gateway has noticed")
-            gate.set()
             text = "".join(parts)
     ((whole, _, end, _),) = told([*events, *read_events(text)]).values()
     assert (whole, end) == (TEXT, ("length", None))

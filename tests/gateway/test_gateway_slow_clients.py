@@ -34,7 +34,7 @@ def busy(stage: Stage) -> list[Any]:
 
 
 def test_a_client_that_does_not_read_costs_no_memory_and_gets_everything_in_the_end(make_stage: MakeStage) -> None:
-    n, tokens = 32, 250
+    n, tokens = 64, 250
     with make_stage() as stage:
         stage.engine.reply = lambda record, choice: Reply([1000 + choice] * tokens)
         body = {"prompt": "x", "max_tokens": tokens, "n": n, "stream": True, "logprobs": 20, "seed": 1}

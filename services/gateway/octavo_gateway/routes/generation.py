@@ -24,10 +24,10 @@ from octavo_gateway.schema.requests import ChatCompletionRequest, CompletionRequ
 from octavo_gateway.schema.responses import ChatCompletion, Completion
 from octavo_gateway.slot import Kind, Presentation
 
-MAX_TRACESTATE_CHARS = 512
-_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # Stripe's limit.
 MAX_IDEMPOTENCY_KEY = 255
+MAX_TRACESTATE_CHARS = 512
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 router = APIRouter()
 
@@ -126,14 +126,14 @@ async def _submit(
     texts: list[str],
     arrival_s: float,
 ) -> Response:
-    choices = len(prompts) * max(draft.n, draft.params.beam_width)
-    if choices > gateway.settings.max_num_choices:
-        most = gateway.settings.max_num_choices
-        raise bad_request(f"A request may have at most {most} choices, of all prompts together, got {choices}.", "n")
     caller: Caller = request.scope["octavo.caller"]
     key = _idempotency_key(request)
     if (first := await find_idempotent(gateway, caller, key)) is not None:
         return await resume(gateway, request, first, None, arrival_s, presentation.fingerprint)
+    choices = len(prompts) * max(draft.n, draft.params.beam_width)
+    if choices > gateway.settings.max_num_choices:
+        most = gateway.settings.max_num_choices
+        raise bad_request(f"A request may have at most {most} choices, of all prompts together, got {choices}.", "n")
     samplings = gateway.admission.check(prompts, draft)
     span: Span | None = request.scope.get("octavo.span")
     if span is not None:
@@ -166,14 +166,6 @@ async def _submit(
     return Answer(gateway, submission, presentation, arrival_s=arrival_s, echo_texts=texts, span=span)
 
 
-def _trace_headers(request: Request) -> tuple[str, str]:
-    """The client's trace headers; "" for one that is none, or larger than anybody has to pass on (W3C Trace Context, 3.3.1)."""
-    parent, state = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
-    if not _TRACEPARENT.fullmatch(parent):
-        return "", ""
-    return parent, state if len(state) <= MAX_TRACESTATE_CHARS else ""
-
-
 def _idempotency_key(request: Request) -> str:
     key = request.headers.get("idempotency-key", "")
     if len(key) > MAX_IDEMPOTENCY_KEY:
@@ -186,6 +178,14 @@ def _fingerprint(request: Request, body: GenerationBody) -> str:
     """The same for requests that ask for the same, however their JSON is written."""
     text = f"{request.url.path}\n{body.model_dump_json()}"
     return blake2b(text.encode(), digest_size=16, person=b"octavo request").hexdigest()
+
+
+def _trace_headers(request: Request) -> tuple[str, str]:
+    """The client's trace headers; "" for one that is none, or larger than anybody has to pass on (W3C Trace Context, 3.3.1)."""
+    parent, state = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+    if not _TRACEPARENT.fullmatch(parent):
+        return "", ""
+    return parent, state if len(state) <= MAX_TRACESTATE_CHARS else ""
 
 
 def _deadline_us(timeout_s: float | None, arrival_s: float) -> int:
