@@ -77,6 +77,8 @@ class SchedulerService:
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
         self._in_hand: set[bytes] = set()
+        # Requests just read that somebody else may have begun.
+        self._perhaps_begun: list[LiveRequest] = []
         # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
         self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
         # Which engine has the sequences of a request.
@@ -98,7 +100,9 @@ class SchedulerService:
         if live is None:
             return
         if live.record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
-            self.spawn(self._take_up([live]))
+            self._perhaps_begun.append(live)
+            if len(self._perhaps_begun) == 1:
+                self.spawn(self._take_up_what_came())
             return
         live.attempt_n = 1
         self._place(live, Standing())
@@ -130,6 +134,11 @@ class SchedulerService:
         if lives:
             logger.info("taking over %d requests", len(lives))
             await self._take_up(lives)
+
+    async def _take_up_what_came(self) -> None:
+        # All that were read together, in their order.
+        lives, self._perhaps_begun = self._perhaps_begun, []
+        await self._take_up(lives)
 
     async def _take_up(self, lives: list[LiveRequest]) -> None:
         """Requests that somebody else may have begun."""
@@ -479,7 +488,10 @@ class SchedulerService:
             await asyncio.wait(self._background, timeout=0.1)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Do something beside; what goes wrong is logged."""
+        """Do something beside; what goes wrong is logged. Nothing is begun any more once the term is over."""
+        if self._closed:
+            work.close()
+            return
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._done)
