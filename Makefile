@@ -7,10 +7,12 @@ STAMP := .venv/.installed
 MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
+# Test files run beside each other, one process per core; more than four gain nothing.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PROTO := shared/octavo_shared/proto
 
 .DEFAULT_GOAL := help
-.PHONY: help install model serve test test-slow lint format bench bench-scheduler bench-host-tier chaos kernels-aot proto clean distclean
+.PHONY: help install model serve test test-slow lint audit format bench bench-scheduler bench-host-tier chaos kernels-aot proto clean distclean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-15s %s\n", $$1, $$2}'
@@ -35,12 +37,16 @@ lint: $(STAMP) ## Style, types and the import rules between rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Apart from lint, which must work without a network. Builds with a local version (+cpu) are no one's to look up.
+audit: $(STAMP) ## Look the pinned dependencies up in a list of known faults
+	$(BIN)/pip-audit --disable-pip --no-deps -r constraints.txt
+
 format: $(STAMP) ## Rewrite the code in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 test: lint model ## Lint, then every test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: model ## The tests that take minutes each: every case where 'make test' has a sample
 	$(BIN)/python -m pytest -m slow -s $(PYTEST_ARGS)

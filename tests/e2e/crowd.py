@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from typing import Any
 
 import httpx
-from service_set import Answer, Services, ask, wait_until
+from service_set import Answer, Services, ask, events, wait_until
 
 PROMPT = "It was the best of times, it was"
 Bodies = dict[str, dict[str, Any]]
@@ -46,7 +47,25 @@ class Crowd:
         self._services, self._reference = services, reference
         self._pool = concurrent.futures.ThreadPoolExecutor(16)
         names = list(reference.bodies) * rounds
-        self._answers = [(name, self._pool.submit(ask, services.url, reference.bodies[name])) for name in names]
+        self._begun = [threading.Event() for _ in names]
+        self._answers = [
+            (name, self._pool.submit(self._ask, reference.bodies[name], begun))
+            for name, begun in zip(names, self._begun, strict=True)
+        ]
+
+    def _ask(self, body: dict[str, Any], begun: threading.Event) -> Answer:
+        answer = Answer()
+        try:
+            for event in events(self._services.url, body):
+                begun.set()
+                answer.take(event)
+        finally:
+            begun.set()
+        return answer
+
+    def wait_until_begun(self) -> None:
+        """Every client has had something of its answer."""
+        assert all(begun.wait(60) for begun in self._begun)
 
     @property
     def is_answered(self) -> bool:

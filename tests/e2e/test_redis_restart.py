@@ -27,7 +27,8 @@ def test_redis_is_killed_and_comes_back(small_model: Any, tmp_path: Path, free_p
         # Longer than it takes to notice, then longer than the lease.
         for down_s in (0.3, 4.0):
             crowd = Crowd(services, reference, rounds=1)
-            time.sleep(0.3)
+            # Whoever asks while Redis is away is refused.
+            crowd.wait_until_begun()
             redis.kill()
             redis.wait(10)
             time.sleep(down_s)

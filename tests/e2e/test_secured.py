@@ -150,6 +150,11 @@ def test_locked_and_silent(
         assert not [secret for secret in secrets if secret in text], f"shown in the {name}"
 
 
+def test_the_manual_names_the_same_user() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    assert ACL.replace(PASSWORD, "PASSWORD") in manual
+
+
 def test_redis_lets_no_stranger_in(secured_redis: str) -> None:
     for url in (secured_redis.replace(PASSWORD, "wrong"), secured_redis.replace("octavo:" + PASSWORD + "@", "")):
         with redis.Redis.from_url(url) as client, pytest.raises(redis.AuthenticationError):

@@ -98,8 +98,10 @@ def test_a_restarted_redis_is_told_again(server: Server, loses: bool, busy: bool
 
 
 def test_a_full_outbox_waits_and_loses_nothing(server: Server) -> None:
-    outbox = Outbox(server.url, "m", "e", 4, logged=lambda epoch, step: None, broken=lambda: None)
+    logged: queue.SimpleQueue[int] = queue.SimpleQueue()
+    outbox = Outbox(server.url, "m", "e", 4, logged=lambda epoch, step: logged.put(step), broken=lambda: None)
     outbox.put(step(1))
+    assert logged.get(timeout=WAIT_S) == 1
     server.kill(loses=False)
     for number in range(2, 6):
         outbox.put(step(number))

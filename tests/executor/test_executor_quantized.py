@@ -197,6 +197,24 @@ def test_wrong_tensors_are_explained(name: str, change: Any, message: str, tmp_p
         loaded(tmp_path, "cpu")
 
 
+def test_scales_of_a_cache_in_fp8(tmp_path: Path) -> None:
+    """One number for all heads, or one of each; only used where pages are in fp8."""
+    save_quantized_model("fp8-channel", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i in range(2):
+        tensors[f"model.layers.{i}.self_attn.k_scale"] = torch.tensor(0.5 + i)
+        tensors[f"model.layers.{i}.self_attn.v_scale"] = torch.tensor([0.25, 2.0])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    spec, kernels = read_spec(tmp_path), kernels_of("reference")
+    plain, narrow = (
+        load_weights(tmp_path, spec, kernels, DtypePlan(torch.float32, torch.float32, kv)).page_scales
+        for kv in (torch.float32, torch.float8_e4m3fn)
+    )
+    assert plain is None
+    assert narrow is not None
+    assert [scales.tolist() for scales in narrow] == [[[0.5, 0.5], [1.5, 1.5]], [[0.25, 2.0], [0.25, 2.0]]]
+
+
 def test_fp8_weights_without_a_word_in_config_json_are_refused(tmp_path: Path) -> None:
     save_quantized_model("fp8-channel", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

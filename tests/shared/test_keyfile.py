@@ -72,3 +72,10 @@ def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match="cannot be read: No such file"):
         read_key_file(tmp_path / "keys.toml")
+
+
+def test_the_manuals_example(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    path = tmp_path / "keys.toml"
+    path.write_text(manual.partition("```toml\n")[2].partition("```")[0])
+    assert read_key_file(path) == [KeyRecord("acme", digest_of(b"test"), 600, 200_000, 0, 2.0)]

@@ -187,3 +187,10 @@ def test_an_admin_key_must_not_be_an_api_key() -> None:
     with pytest.raises(SettingError, match=r"--admin-api-key \(OCTAVO_ADMIN_API_KEY\).*API key as well"):
         load_settings(GatewaySettings, api_key="a,b", admin_api_key="b")
     assert load_settings(GatewaySettings, api_key="a", admin_api_key="b,c").admin_api_key == ["b", "c"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_models_is_refused_by_name(kind: type[CommonSettings]) -> None:
+    load_settings(kind, trust_remote_code=False)
+    with pytest.raises(SettingError, match=r"--trust-remote-code .*never runs code"):
+        load_settings(kind, trust_remote_code="true")

@@ -1,7 +1,4 @@
-"""Products in e4m3: every row of a weight and every token has its own scale; the product is torch's.
-
-GPUs without e4m3 (before sm_89) widen the weight for each product instead: half of the memory, but none of the speed.
-"""
+"""Products in e4m3: every row of a weight and every token has its own scale; the product is torch's."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo_kernels.interface import Fp8Rows
-from octavo_kernels.quantized import E4M3, TINY, widen
+from octavo_kernels.quantized import E4M3, TINY
 from octavo_kernels.triton.quant import float_to_e4m3
 
 # What the libraries' products in e4m3 take: rows of 16 bytes, outputs in sixteens.
@@ -62,22 +59,21 @@ def to_fp8(x: Tensor) -> Fp8Rows:
     return Fp8Rows(values.view(E4M3), scale)
 
 
-def linear(x: Tensor, weight: Fp8Rows, bias: Tensor | None, out: Tensor, native: bool) -> None:
-    """out [T, N] = x [T, K] @ weight [N, K]^T (+ bias [N]); ``native``: the device multiplies in e4m3."""
-    if not native:
-        plain = torch.mm(x, widen(weight, x.dtype).t())
-        out.copy_(plain if bias is None else plain + bias)
-        return
+def linear(x: Tensor, weight: Fp8Rows, bias: Tensor | None, out: Tensor) -> None:
+    """out [T, N] = x [T, K] @ weight [N, K]^T (+ bias [N]), on devices that multiply in e4m3."""
     rounded = to_fp8(x)
     # With a scale per row the libraries' only type of result is bfloat16.
-    product = torch._scaled_mm(
+    narrow = torch.bfloat16
+    target = out if out.dtype == narrow and bias is None else torch.empty(out.shape, dtype=narrow, device=out.device)
+    torch._scaled_mm(
         rounded.values,
         weight.values.t(),
         scale_a=rounded.scale[:, None],
         scale_b=weight.scale[None, :],
-        out_dtype=torch.bfloat16,
+        out_dtype=narrow,
+        out=target,
     )
-    if bias is None:
-        out.copy_(product)
-    else:
-        torch.add(product, bias, out=out)
+    if bias is not None:
+        torch.add(target, bias, out=out)
+    elif target is not out:
+        out.copy_(target)

@@ -24,7 +24,7 @@ from octavo_kernels.triton.attention_config import Gpu
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 SIZES = (128, 64, 32)
-# Beyond so many rows the matrix is widened first.
+# Beyond so many rows the matrix had better be widened first.
 MAX_FUSED_ROWS = 256
 # Outputs of a program, and the least inputs of a part of a split sum.
 OUTPUTS, LEAST_PART = 128, 512
@@ -205,11 +205,6 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor, gp
     assert weight.scale is not None
     assert weight.zero is not None
     (rows, width), outputs = x.shape, weight.out_features
-    if rows > MAX_FUSED_ROWS:
-        wide = widen(weight, x.dtype)
-        plain = torch.mm(x, wide.t()) if bias is None else torch.addmm(bias.to(x.dtype), x, wide.t())
-        out.copy_(plain)
-        return
     if not rows:
         return
     launch = plan_launch(rows, outputs, width, width // len(weight.scale), gpu)

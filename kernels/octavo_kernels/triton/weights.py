@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo_kernels.interface import Fp8Rows, Int4Rows, LinearWeight, WeightRows
+from octavo_kernels.quantized import widen
 from octavo_kernels.triton import fp8, int4
 from octavo_kernels.triton.attention_config import Gpu
 
@@ -45,28 +46,39 @@ def set_rows(weight: LinearWeight, first: int, rows: WeightRows) -> None:
     if isinstance(rows, Fp8Rows):
         assert weight.scale is not None
         last = first + len(rows.scale)
-        weight.data[first:last] = rows.values
-        weight.scale[first:last] = rows.scale
+        weight.data[first:last].copy_(rows.values)
+        weight.scale[first:last].copy_(rows.scale)
     elif isinstance(rows, Int4Rows):
         assert weight.scale is not None
         assert weight.zero is not None
         last = first + len(rows.scale)
         span = int4.span_of(rows.codes.shape[1] // rows.scale.shape[1])
-        weight.data[first:last] = int4.pack(rows, span)
-        weight.scale[:, first:last] = rows.scale.t()
-        weight.zero[:, first:last] = rows.zero.t()
+        weight.data[first:last].copy_(int4.pack(rows, span))
+        weight.scale[:, first:last].copy_(rows.scale.t())
+        weight.zero[:, first:last].copy_(rows.zero.t())
     else:
-        weight.data[first : first + len(rows)] = rows
+        weight.data[first : first + len(rows)].copy_(rows)
 
 
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor, gpu: Gpu) -> None:
-    """See ``Kernels.linear``."""
+    """See ``Kernels.linear``.
+
+    In 4 bits many rows, and in e4m3 GPUs that do not know it (before sm_89), widen the weight for the product: that keeps
+    the memory small.
+    """
     matrix = weight.data
     if weight.zero is not None:
-        int4.linear(x, weight, bias, out, gpu)
+        if len(x) <= int4.MAX_FUSED_ROWS:
+            int4.linear(x, weight, bias, out, gpu)
+            return
+        matrix = int4.widen(weight, x.dtype)
     elif weight.scale is not None:
-        fp8.linear(x, Fp8Rows(matrix, weight.scale), bias, out, gpu.knows_e4m3)
-    elif x.dtype == out.dtype == matrix.dtype and (bias is None or bias.dtype == matrix.dtype):
+        rows = Fp8Rows(matrix, weight.scale)
+        if gpu.knows_e4m3:
+            fp8.linear(x, rows, bias, out)
+            return
+        matrix = widen(rows, x.dtype)
+    if x.dtype == out.dtype == matrix.dtype and (bias is None or bias.dtype == matrix.dtype):
         if bias is None:
             torch.mm(x, matrix.t(), out=out)
         else:

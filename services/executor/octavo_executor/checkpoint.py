@@ -69,6 +69,17 @@ class Checkpoint:
             raise ModelError(f"{name} holds {tensor.dtype}, which is not what config.json describes")
         return tensor
 
+    def scales(self, name: str, count: int) -> Tensor:
+        """float32[count] of a tensor that has one number for all, or ``count``.
+
+        Raises:
+            ModelError: it has another number of them.
+        """
+        tensor = self._read(name).float().reshape(-1)
+        if len(tensor) not in (1, count):
+            raise ModelError(f"{name} has {len(tensor)} numbers for {count} heads")
+        return tensor.expand(count)
+
     def rows(self, name: str, count: int, columns: int, quantization: QuantizationSpec | None) -> WeightRows:
         """The matrix [count, columns] of the layer called ``name``, in however many bits it is stored.
 

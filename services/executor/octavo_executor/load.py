@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -11,13 +12,14 @@ import psutil
 import torch
 
 from octavo_executor.device import CpuDevice, CudaDevice, Device
+from octavo_executor.graphs import graph_sizes
 from octavo_executor.host_pages import HostPages
 from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, choose_page_dtype, plan_num_host_blocks
-from octavo_executor.memory import HostUse, check_host, plan_pool, step_widths
+from octavo_executor.memory import GIB, GpuUse, HostUse, check_host, graph_bytes, plan_pool, step_widths
 from octavo_executor.model import Transformer
 from octavo_executor.runner import Runner
-from octavo_executor.spec import ModelSpec, model_fingerprint, read_spec
-from octavo_executor.weights import DtypePlan, choose_dtypes, load_weights
+from octavo_executor.spec import ModelError, ModelSpec, model_fingerprint, read_spec
+from octavo_executor.weights import DtypePlan, ModelWeights, choose_dtypes, load_weights
 from octavo_kernels import Kernels, choose_kernels
 from octavo_shared.plan import ExecutorInfo
 from octavo_shared.settings import ExecutorSettings, SettingError
@@ -30,7 +32,8 @@ DEFAULT_MAX_NUM_SEQS = 256
 # beside it. A CPU is bound by arithmetic at once, and a step of 2,048 tokens of a small model already takes seconds, in which
 # decodes wait.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
-# Rows of logits held at once on a CPU; a step that samples more goes through them in parts.
+# Rows of logits held at once on a CPU, where a step that samples more goes through them in parts. A GPU holds all there
+# can be: graphs compute a whole batch's.
 MAX_LOGITS = 64
 
 
@@ -114,14 +117,65 @@ def choose_types(settings: ExecutorSettings, spec: ModelSpec, kernels: Kernels, 
     return replace(plan, kv=pages, quantization="fp8" if online else None)
 
 
-def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
-    """Read weights, make the KV cache, and put the runner together.
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What runners are made of."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    kernels: Kernels
+    dtypes: DtypePlan
+    device: Device
+
+    def runner(self, limits: Limits, num_blocks: int, host_blocks: int) -> Runner:
+        """One with so many pages of either kind.
+
+        Raises:
+            SettingError: that does not fit.
+        """
+        on_host = self.device.host_memory
+        try:
+            cache = KvCache(
+                self.spec,
+                num_blocks,
+                limits.block_size,
+                self.dtypes.kv,
+                self.kernels,
+                scales=self.weights.page_scales,
+            )
+            model = Transformer(
+                self.spec,
+                self.weights,
+                self.kernels,
+                cache,
+                self.dtypes,
+                max_model_len=limits.max_model_len,
+                max_tokens=limits.max_tokens,
+                max_seqs=limits.max_num_seqs,
+                max_logits=min(limits.max_num_seqs, MAX_LOGITS) if on_host else limits.max_num_seqs,
+                device=self.device,
+            )
+            host = HostPages(cache, self.kernels, host_blocks, self.device)
+            return Runner(
+                model,
+                self.kernels,
+                cache,
+                max_model_len=limits.max_model_len,
+                max_num_seqs=limits.max_num_seqs,
+                host=host,
+            )
+        except MemoryError as error:
+            raise SettingError(f"--kv-offloading-size: {error}") from error
+
+
+def load_model(settings: ExecutorSettings, incarnation: str, device: Device | None = None) -> LoadedModel:
+    """Read weights, make the KV cache, and put the runner together; ``device`` is by default what ``--device`` says.
 
     Raises:
         SettingError: a setting does not suit the model or the machine.
         ModelError: the folder is not a model that can be served.
     """
-    device = choose_device(settings.device)
+    device = device or choose_device(settings.device)
     torch.set_num_threads(settings.num_threads or torch.get_num_threads())
     folder = Path(settings.model)
     spec = read_spec(folder)
@@ -129,7 +183,8 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
     kernels = _kernels(settings, spec, device, limits)
     dtypes = choose_types(settings, spec, kernels, limits.block_size)
     page_bytes = block_bytes(spec, limits.block_size, dtypes.kv, kernels)
-    weights = load_weights(folder, spec, kernels, dtypes, Progress("loading weights"))
+    weights = _load_weights(folder, spec, kernels, dtypes)
+    parts = _Parts(spec, weights, kernels, dtypes, device)
     host_blocks = plan_num_host_blocks(settings.kv_offloading_size, page_bytes, psutil.virtual_memory().available)
     host_bytes = host_blocks * page_bytes
     request = PoolRequest(
@@ -141,29 +196,19 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
         num_blocks=settings.num_gpu_blocks_override,
         memory_bytes=settings.kv_cache_memory_bytes,
     )
-    num_blocks, length = plan_pool(request, None, fixed_length=settings.max_model_len is not None)
+    graphs: tuple[int, ...] = ()
+    if not device.host_memory and not settings.enforce_eager:
+        graphs = graph_sizes(limits.max_num_seqs, settings.max_cudagraph_capture_size, settings.cuda_graph_sizes)
+    use = None if device.host_memory else _gpu_use(parts, limits, page_bytes, graphs, settings.gpu_memory_utilization)
+    num_blocks, length = plan_pool(request, use, fixed_length=settings.max_model_len is not None)
     limits = replace(limits, max_model_len=length)
-    _check_host(limits, spec, dtypes, num_blocks * page_bytes, host_bytes)
-    cache = KvCache(spec, num_blocks, limits.block_size, dtypes.kv, kernels)
-    transformer = Transformer(
-        spec,
-        weights,
-        kernels,
-        cache,
-        dtypes,
-        max_model_len=limits.max_model_len,
-        max_tokens=limits.max_tokens,
-        max_seqs=limits.max_num_seqs,
-        max_logits=min(limits.max_num_seqs, MAX_LOGITS),
-    )
-    runner = Runner(
-        transformer,
-        kernels,
-        cache,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        host=HostPages(cache, kernels, host_blocks),
-    )
+    if use is None:
+        _check_host(limits, spec, dtypes, num_blocks * page_bytes, host_bytes)
+    runner = _runner(parts, limits, num_blocks, host_blocks)
+    if not device.host_memory:
+        runner.warm_up()
+    if graphs:
+        runner.capture_graphs(graphs, Progress("capturing graphs"))
     info = ExecutorInfo(
         name=settings.executor_name,
         incarnation=incarnation,
@@ -181,6 +226,62 @@ def load_model(settings: ExecutorSettings, incarnation: str) -> LoadedModel:
         eos_token_ids=spec.eos_token_ids,
     )
     return LoadedModel(runner, info)
+
+
+def _load_weights(folder: Path, spec: ModelSpec, kernels: Kernels, dtypes: DtypePlan) -> ModelWeights:
+    try:
+        return load_weights(folder, spec, kernels, dtypes, Progress("loading weights"))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"the weights do not fit the GPU's memory: {error}") from error
+
+
+def _runner(parts: _Parts, limits: Limits, num_blocks: int, host_blocks: int) -> Runner:
+    try:
+        return parts.runner(limits, num_blocks, host_blocks)
+    except torch.OutOfMemoryError as error:
+        raise SettingError(f"--gpu-memory-utilization: the KV cache does not fit the GPU after all: {error}") from error
+
+
+def _gpu_use(parts: _Parts, limits: Limits, page_bytes: int, graphs: tuple[int, ...], utilization: float) -> GpuUse:
+    """How a GPU's memory stands, and what steps will take of it: the largest is tried, with no more pages than it needs.
+
+    Raises:
+        SettingError: not even the step fits.
+    """
+    device = parts.device
+    before = device.allocated_bytes()
+    device.reset_peak()
+    pages = -(-(limits.max_tokens // limits.max_num_seqs + 4) // limits.block_size)
+    try:
+        runner = parts.runner(limits, pages, 0)
+        runner.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise SettingError(
+            f"--max-num-batched-tokens or --max-num-seqs: a step does not fit the GPU: {error}"
+        ) from error
+    peak = device.peak_bytes()
+    del runner
+    gc.collect()
+    # What the kernels have kept is in use now, and was part of the peak, as the pages were.
+    step_bytes = max(peak - device.allocated_bytes() - pages * page_bytes, 0)
+    memory = device.memory()
+    use = GpuUse(
+        memory.total_bytes,
+        memory.total_bytes - memory.free_bytes,
+        step_bytes,
+        graph_bytes(graphs, parts.spec.num_layers),
+        utilization,
+    )
+    logger.info(
+        "GPU memory: %.2f GiB, of which %.2f in use (%.2f by weights), %.2f for a step, %.2f for %d graphs",
+        use.total_bytes / GIB,
+        use.used_bytes / GIB,
+        before / GIB,
+        use.step_bytes / GIB,
+        use.graph_bytes / GIB,
+        len(graphs),
+    )
+    return use
 
 
 def _check_host(limits: Limits, spec: ModelSpec, dtypes: DtypePlan, pool_bytes: int, tier_bytes: int) -> None:

@@ -178,11 +178,11 @@ class StepLoop:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
+        # Who knows what it has written.
+        self._names.clear()
         if self._epoch_failed:
             return
         self._epoch_failed = True
-        # Who knows what it has written.
-        self._names.clear()
         self._session.at_rest(self._epoch)
         message = f"{type(error).__name__}: {error}"
         self._session.send(StepResult(plan.term, plan.epoch, plan.step, NO_INTS, NO_INTS, NO_BYTES, True, message))

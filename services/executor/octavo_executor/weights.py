@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo_executor.checkpoint import Checkpoint
 from octavo_executor.spec import ModelError, ModelSpec
 from octavo_kernels import Kernels, LinearWeight, WeightRows
-from octavo_kernels.quantized import to_fp8, widen
+from octavo_kernels.quantized import E4M3, to_fp8, widen
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,16 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights. ``head`` is ``embedding`` itself where they are tied."""
+    """All weights. ``head`` is ``embedding`` itself where they are tied.
+
+    ``page_scales`` float32[layers, Hk] (of keys, of values) are the checkpoint's for a cache in fp8.
+    """
 
     embedding: LinearWeight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: LinearWeight
+    page_scales: tuple[Tensor, Tensor] | None = None
 
 
 class _Reader:
@@ -138,7 +142,7 @@ class _Reader:
         whole = torch.empty(sum(rows for _, rows in parts), dtype=self._dtypes.activations, device=self._kernels.device)
         first = 0
         for name, rows in parts:
-            whole[first : first + rows] = self._source.take(f"{name}.bias", rows)
+            whole[first : first + rows].copy_(self._source.take(f"{name}.bias", rows))
             first += rows
         return whole
 
@@ -166,6 +170,18 @@ class _Reader:
             down_bias=self.bias(spec.mlp_bias, down),
         )
 
+    def page_scales(self) -> tuple[Tensor, Tensor] | None:
+        """What keys and values are divided by for a cache in fp8, where every layer comes with both."""
+        spec, source = self._spec, self._source
+        both = []
+        for name in ("k_scale", "v_scale"):
+            names = [f"model.layers.{i}.self_attn.{name}" for i in range(spec.num_layers)]
+            if self._dtypes.kv != E4M3 or not all(name in source for name in names):
+                return None
+            read = [source.scales(name, spec.num_kv_heads) for name in names]
+            both.append(torch.stack(read).to(self._kernels.device))
+        return both[0], both[1]
+
 
 def load_weights(
     folder: Path, spec: ModelSpec, kernels: Kernels, dtypes: DtypePlan, progress: Progress | None = None
@@ -191,6 +207,7 @@ def load_weights(
         read = tuple(layers())
         norm = reader.vector("model.norm.weight", hidden)
         head = embedding if spec.tied_embeddings else reader.plain("lm_head.weight", vocab, hidden)
+        page_scales = reader.page_scales()
         source.finish(lambda name: _is_superfluous(name, spec, source))
         if widened := reader.widened + source.unfolded:
             logger.warning(
@@ -201,7 +218,7 @@ def load_weights(
                 kernels.name,
             )
         report(1.0)
-        return ModelWeights(embedding, read, norm, head)
+        return ModelWeights(embedding, read, norm, head, page_scales)
 
 
 def _is_superfluous(name: str, spec: ModelSpec, source: Checkpoint) -> bool:

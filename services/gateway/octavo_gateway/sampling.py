@@ -21,6 +21,8 @@ LEAST_TEMPERATURE = 0.01
 DEFAULT_COMPLETION_TOKENS = 16
 # Every one is looked for in every piece of text, on the event loop that serves all clients.
 MAX_STOP_STRINGS = 256
+# Text is held back for as long as it may be the beginning of one.
+MAX_STOP_CHARS = 1024
 # Some thirty years; what is longer is a mistake (milliseconds, a point in time).
 MAX_TIMEOUT_S = 1e9
 
@@ -137,6 +139,8 @@ def _draft(
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
         raise bad_request(f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.", "stop")
+    if any(len(one) > MAX_STOP_CHARS for one in stop):
+        raise bad_request(f"stop may have strings of at most {MAX_STOP_CHARS} characters.", "stop")
     if "" in stop:
         raise bad_request("stop cannot contain an empty string.", "stop")
     wanted = _logprob_count(logprobs, settings, "sample", "logprobs")

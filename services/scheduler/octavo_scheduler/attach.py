@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
@@ -42,6 +43,8 @@ _SIZES = {
     "max_num_batched_tokens": (1, 1 << 28),
     "vocab_size": (1, 1 << 28),
     "run_ahead": (0, 64),
+    # Terms are counted one by one: one beyond this was never given, and counting on from it would soon end.
+    "highest_term": (0, 1 << 40),
 }
 
 # Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.
@@ -90,7 +93,7 @@ class _Session:
         try:
             async for message in messages:
                 self._take(message)
-        except MalformedEntryError as error:
+        except (MalformedEntryError, DecodeError) as error:
             self._outgoing.put_nowait(Refusal(f"cannot be understood: {error}"))
         except asyncio.CancelledError:
             raise

@@ -95,9 +95,11 @@ class SchedulerProcess:
             ReignOverError: the lease could not be kept, or something happened after which all must be read again.
         """
         run_id = await self.streams.run_id()
-        if self._run_id not in ("", run_id):
+        before, self._run_id = self._run_id, run_id
+        if before not in ("", run_id):
+            # The lease may run out meanwhile: it is taken anew.
             await asyncio.sleep(RESEND_S)
-        self._run_id = run_id
+            return
         term = await self.streams.next_term(at_least)
         observer = Observer(self.tracing, self.metrics)
         service = SchedulerService(self.settings, self.streams, observer, self.metrics, term, self.incarnation, run_id)

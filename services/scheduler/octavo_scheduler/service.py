@@ -29,10 +29,11 @@ from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
+from octavo_scheduler.reading import read_request, remains_of, why_unservable
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
 from octavo_scheduler.trials import Trials
-from octavo_shared.entries import MalformedEntryError, decode_request, encode_fences
+from octavo_shared.entries import MalformedEntryError, encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import CacheOffer, ExecutorInfo, StepResult
@@ -76,6 +77,8 @@ class SchedulerService:
         self.engines: list[Engine] = []
         # Entries of the model stream from their reading to their acknowledgement.
         self._in_hand: set[bytes] = set()
+        # Requests just read that somebody else may have begun.
+        self._perhaps_begun: list[LiveRequest] = []
         # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
         self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
         # Which engine has the sequences of a request.
@@ -97,10 +100,28 @@ class SchedulerService:
         if live is None:
             return
         if live.record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
-            self.spawn(self._take_up([live]))
+            self._perhaps_begun.append(live)
+            if len(self._perhaps_begun) == 1:
+                self.spawn(self._take_up_what_came())
             return
         live.attempt_n = 1
         self._place(live, Standing())
+
+    def _turn_away(self, entry_id: bytes, payload: bytes, why: MalformedEntryError) -> None:
+        """An entry that is no request goes. If it can at least name itself somebody may be waiting: they hear of its end."""
+        logger.warning("entry %s of the model stream is not a request (%s)", entry_id.decode(), why)
+        remains = remains_of(payload)
+        if remains is None or self.live.get(remains.id) is not None:
+            self.spawn(self._finish(entry_id, None))
+        else:
+            self.spawn(self._end_unread(entry_id, remains))
+
+    async def _end_unread(self, entry_id: bytes, remains: RequestRecord) -> None:
+        # One failed choice fails the answer, however many it was to have.
+        problem = Problem("The request cannot be understood by the scheduler.")
+        fence = FenceEvent(remains.id.serial, 0, Attempt(self.term, 1), EndReason.ERROR, problem)
+        await self.insist(partial(self.streams.append_log, remains.id.log, encode_fences([fence])))
+        await self._finish(entry_id, remains)
 
     def entries_in_hand(self) -> frozenset[bytes]:
         """Entries of the model stream that have been read and are still to be acknowledged, as far as is known here."""
@@ -113,6 +134,11 @@ class SchedulerService:
         if lives:
             logger.info("taking over %d requests", len(lives))
             await self._take_up(lives)
+
+    async def _take_up_what_came(self) -> None:
+        # All that were read together, in their order.
+        lives, self._perhaps_begun = self._perhaps_begun, []
+        await self._take_up(lives)
 
     async def _take_up(self, lives: list[LiveRequest]) -> None:
         """Requests that somebody else may have begun."""
@@ -129,10 +155,9 @@ class SchedulerService:
         """From now on a request is owed an end; None: it is none, or known already, and its entry goes."""
         self._in_hand.add(entry_id)
         try:
-            record = decode_request(payload)
+            record = read_request(payload)
         except MalformedEntryError as error:
-            logger.warning("entry %s of the model stream is not a request (%s); dropped", entry_id.decode(), error)
-            self.spawn(self._finish(entry_id, None))
+            self._turn_away(entry_id, payload, error)
             return None
         if self.live.get(record.id) is not None:
             logger.warning("request %s is in the model stream twice; dropped once", record.id)
@@ -170,10 +195,13 @@ class SchedulerService:
         if engine is None:
             self._lobby[live.record.id] = (live, standing)
             return
+        problem = why_unservable(live.record, engine.info.vocab_size)
         try:
-            self._start(live, engine, standing)
+            if problem is None:
+                self._start(live, engine, standing)
         except NeverFitsError as error:
             problem = Problem(str(error), 400, "BadRequestError", "context_length_exceeded", "input_tokens")
+        if problem is not None:
             live.suspend()
             self.end_choices(live, set(live.open), EndReason.ERROR, problem)
             return
@@ -460,7 +488,10 @@ class SchedulerService:
             await asyncio.wait(self._background, timeout=0.1)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Do something beside; what goes wrong is logged."""
+        """Do something beside; what goes wrong is logged. Nothing is begun any more once the term is over."""
+        if self._closed:
+            work.close()
+            return
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._done)

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo_kernels import Fp8Rows, Int4Rows, LinearWeight, choose_kernels
 from octavo_kernels.interface import Kernels
 from octavo_kernels.quantized import fp8_product, to_fp8, widen
-from octavo_kernels.triton import fp8, int4
+from octavo_kernels.triton import fp8, int4, weights
 from octavo_kernels.triton.attention_config import Gpu
 from octavo_kernels.triton.backend import TritonKernels
 
@@ -141,7 +141,7 @@ def test_fp8_products(kernels: Kernels, reference: Kernels, dtype: torch.dtype, 
         plain = x.float() @ matrix.t() + (0 if b is None else b.float())
         assert 1e-4 < error(out, plain) < 0.08
         older = torch.empty(rows, 48, dtype=dtype)
-        fp8.linear(x, given, b, older, native=False)
+        weights.linear(x, kernels.pack(given, dtype), b, older, Gpu("sm_80", 108, 166912))
         assert error(older, plain) < 0.06
 
 

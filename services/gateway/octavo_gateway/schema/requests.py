@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 # Far more than any context holds; checking messages beyond would only keep the interpreter busy.
 MAX_MESSAGES = 1 << 14
+# Each entry is work in every step of every choice.
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKENS = 1024
+# Kept with the request for as long as it lives.
+MAX_SALT_CHARS = 1024
 
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 
@@ -32,6 +37,12 @@ Prompt = Annotated[
     | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True), Tag("lists")],
     Discriminator(_prompt_kind),
 ]
+
+
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"logit_bias may have at most {MAX_LOGIT_BIASES} entries, got {len(value)}.")
+    return value
 
 
 class Body(BaseModel):
@@ -58,15 +69,21 @@ class GenerationBody(Body):
     presence_penalty: float | None = Field(0.0, description="-2 to 2.")
     frequency_penalty: float | None = Field(0.0, description="-2 to 2.")
     repetition_penalty: float | None = Field(None, description="Above 0; 1 = off.")
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to what is added to its logit.")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = Field(
+        None, description="Token id to what is added to its logit."
+    )
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = Field(
         None, description="Same seed, same tokens; choice i draws with seed + i."
     )
     n: Int32 | None = Field(1, description="Choices per prompt.")
     max_tokens: Int32 | None = Field(None, description="Most output tokens.")
     min_tokens: Int32 | None = Field(0, description="No end before this many output tokens.")
-    stop: str | list[str] | None = Field(None, description="Strings that end the output.")
-    stop_token_ids: list[Int32] | None = Field(None, description="Token ids that end the output.")
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description="Strings that end the output."
+    )
+    stop_token_ids: Annotated[list[Int32], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = Field(
+        None, description="Token ids that end the output."
+    )
     ignore_eos: bool | None = Field(False, description="Go on after the model's own end.")
     include_stop_str_in_output: bool | None = Field(False, description="Keep what ended the output in the text.")
     skip_special_tokens: bool | None = Field(True, description="Leave special tokens out of the text.")
@@ -77,7 +94,9 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="A label; no effect.")
     priority: Int32 | None = Field(0, description="Lower runs first, where the server schedules by priority.")
-    cache_salt: str | None = Field(None, description="Only requests with equal salts share cached prefixes.")
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
+        None, description="Only requests with equal salts share cached prefixes."
+    )
     best_of: Int32 | None = Field(
         None, description="Make so many, give the n best back by mean log-probability; with beam search, the width."
     )
