@@ -7,6 +7,8 @@ STAMP := .venv/.installed
 MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
+# Test files run beside each other, one process per core; more than four gain nothing.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PROTO := shared/octavo_shared/proto
 
 .DEFAULT_GOAL := help
@@ -44,7 +46,7 @@ format: $(STAMP) ## Rewrite the code in the house style
 	$(BIN)/ruff format .
 
 test: lint model ## Lint, then every test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: model ## The tests that take minutes each: every case where 'make test' has a sample
 	$(BIN)/python -m pytest -m slow -s $(PYTEST_ARGS)

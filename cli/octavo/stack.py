@@ -77,7 +77,7 @@ def serve(args: argparse.Namespace) -> int:
         settings = load_settings(SchedulerSettings, **only_of(SchedulerSettings, values))
         console = StackConsole()
         supervisor = Supervisor(
-            _specs(redis, settings.scheduler_address, address, values, console),
+            _specs(redis, settings.scheduler_address, address, values, console, gateway.drain_timeout_s),
             show_line=console.line,
             on_ready=lambda: console.ready(_welcome(model, gateway, address, time.monotonic() - started_s)),
         )
@@ -93,6 +93,7 @@ def _specs(
     address: Address,
     values: dict[str, Any],
     console: StackConsole,
+    drain_s: float,
 ) -> list[ChildSpec]:
     """The children in the order in which they start; they stop in the reverse order."""
     specs = []
@@ -100,7 +101,9 @@ def _specs(
         specs.append(ChildSpec("redis", redis.command, ready=redis.ping, quiet=True))
     needs = [spec.name for spec in specs]
 
-    def service(name: str, kind: type[CommonSettings], ready: Callable[[], bool], needs: list[str]) -> ChildSpec:
+    def service(
+        name: str, kind: type[CommonSettings], ready: Callable[[], bool], needs: list[str], stop_timeout_s: float = 10.0
+    ) -> ChildSpec:
         return ChildSpec(
             name,
             [sys.executable, "-m", f"octavo_{name}"],
@@ -109,13 +112,14 @@ def _specs(
             # Each gets to know what is meant for it: the executor needs no API key.
             environment=environment_of(only_of(kind, values)),
             ready_timeout_s=_LOADING_TIMEOUT_S,
+            stop_timeout_s=stop_timeout_s,
             on_line=console.progress,
         )
 
     specs.append(service("scheduler", SchedulerSettings, lambda: accepts(scheduler_address), needs))
     # The executor has no port to ask; the gateway knows when one is attached and making progress.
     specs.append(service("executor", ExecutorSettings, lambda: http_ok(address, "/health/ready"), needs))
-    specs.append(service("gateway", GatewaySettings, lambda: http_ok(address, "/health"), needs))
+    specs.append(service("gateway", GatewaySettings, lambda: http_ok(address, "/health"), needs, drain_s + 10.0))
     return specs
 
 

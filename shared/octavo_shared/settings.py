@@ -216,6 +216,24 @@ class GatewaySettings(CommonSettings):
     admin_timeout_s: float = setting(
         5.0, "HTTP", "How long /v1/kv and /v1/cache/reset wait for the scheduler.", gt=0, allow_inf_nan=False
     )
+    stream_resume_ttl: float = setting(
+        120.0, "HTTP", "For how long after its end a stream can be had again (seconds); 0 = not at all.", ge=0, le=86400
+    )
+    disconnect_grace: float = setting(
+        0.0,
+        "HTTP",
+        "How long a request goes on after its client has left (seconds); for clients that say that they come back, as long "
+        "as --stream-resume-ttl.",
+        ge=0,
+        le=86400,
+    )
+    drain_timeout_s: float = setting(
+        10.0,
+        "log",
+        "How long a gateway told to stop waits for its streams to end, an executor to be relieved of its sequences (seconds).",
+        ge=0,
+        le=86400,
+    )
     gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
 
 
@@ -309,7 +327,11 @@ class ExecutorSettings(GrpcSettings):
     )
     num_threads: int | None = setting(None, "model", "CPU threads of the forward pass (default: all cores).", ge=1)
     drain_timeout_s: float = setting(
-        10.0, "scheduler", "How long an executor told to stop waits to be relieved of its sequences (seconds).", ge=0
+        10.0,
+        "log",
+        "How long a gateway told to stop waits for its streams to end, an executor to be relieved of its sequences (seconds).",
+        ge=0,
+        le=86400,
     )
     outbox_capacity: int = setting(64, "log", "Steps whose tokens may wait for Redis before stepping stops.", ge=1)
 

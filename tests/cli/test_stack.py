@@ -214,7 +214,7 @@ def test_the_readmes_first_requests(default_folder: Path, serve: Callable[..., S
     assert (len(bash), len(python)) == (1, 1)
     for command in (bash[0], served.out[1]):
         answer = _output(["bash", "-c", command])
-        assert answer.startswith("data: {")
+        assert answer.startswith("id: ")
         assert answer.endswith("data: [DONE]\n\n")
     assert len(_output([sys.executable, "-c", python[0]])) > 10
     assert served.stop() == 0

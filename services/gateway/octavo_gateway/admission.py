@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from redis.exceptions import RedisError
 
+from octavo_gateway.aborts import Aborts
 from octavo_gateway.errors import bad_request, context_overflow, unavailable
 from octavo_gateway.keys import NOBODY, Caller
 from octavo_gateway.limits import LimitsWatch
@@ -20,11 +21,15 @@ from octavo_gateway.log_reader import LogReader
 from octavo_gateway.pressure import Pressure, work_of
 from octavo_gateway.rates import Charge, Rates
 from octavo_gateway.sampling import Draft
+from octavo_gateway.slot import Presentation, note_of
 from octavo_gateway.watcher import Watcher
-from octavo_shared.records import ModelLimits, RequestRecord, SamplingParams
+from octavo_shared.ids import RequestId
+from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord, SamplingParams
 from octavo_shared.streams import Streams
 
 ADMIT_TIMEOUT_S = 5.0
+
+PLAIN = Presentation("text_completion", "", 0)
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +45,23 @@ class Order:
     include_stop_str_in_output: bool = False
     traceparent: str = ""
     tracestate: str = ""
-    presentation: bytes = b""
+    presentation: Presentation = PLAIN
+    # The prompts as text, where they are to be sent back.
+    echo_texts: Sequence[str] = ()
+    idempotency_key: str = ""
+    # For how long an answer can be had again after its end, and goes on while nobody follows it.
+    resume_ttl_s: float = 0.0
+    disconnect_grace_s: float = 0.0
     # Unix microseconds; 0 = none.
     deadline_us: int = 0
+
+
+class AlreadyAdmittedError(RuntimeError):
+    """The idempotency key stands for another stream."""
+
+    def __init__(self, stream: RequestId) -> None:
+        super().__init__(str(stream))
+        self.stream = stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +82,7 @@ class Admission:
         streams: Streams,
         limits: LimitsWatch,
         reader: LogReader,
+        aborts: Aborts,
         pressure: Pressure,
         rates: Rates,
         seed: int | None,
@@ -70,6 +90,7 @@ class Admission:
         self._streams = streams
         self._limits = limits
         self._reader = reader
+        self._aborts = aborts
         self._pressure = pressure
         self._rates = rates
         self._seed = seed
@@ -118,6 +139,7 @@ class Admission:
         """Append one request per prompt, all or none of them.
 
         Raises:
+            AlreadyAdmittedError: the idempotency key stands for an answer already.
             ApiError: 429 when they would wait for too long or the key has spent its rates, 503 when Redis does not take them.
         """
         draft = order.draft
@@ -147,7 +169,10 @@ class Admission:
                 tracestate=order.tracestate,
                 stop=draft.stop,
                 include_stop_str_in_output=order.include_stop_str_in_output,
-                presentation=order.presentation,
+                presentation=note_of(order.presentation, order.echo_texts[place] if order.echo_texts else ""),
+                idempotency_key=order.idempotency_key,
+                resume_ttl_ms=int(order.resume_ttl_s * 1000),
+                disconnect_grace_ms=int(order.disconnect_grace_s * 1000),
                 place=place,
                 places=len(prompts),
             )
@@ -155,21 +180,32 @@ class Admission:
         )
         try:
             async with asyncio.timeout(ADMIT_TIMEOUT_S):
-                await self._streams.admit(*records)
+                holder = await self._streams.admit(*records)
         except (RedisError, OSError, TimeoutError) as error:
             # Whether the append happened is not known: the abort undoes it if it did.
-            self._reader.part(watcher, abort="not_admitted")
+            self._withdraw(watcher, "not_admitted")
             self._pressure.give_back(ticket)
             self._rates.settle(charge, 0, withdrawn=True)
             logger.warning("a request could not be appended: %r", error)
             raise unavailable("The request could not be queued: Redis cannot be reached.") from error
         except BaseException:
-            self._reader.part(watcher, abort="disconnect")
+            self._withdraw(watcher, "disconnect")
             self._pressure.give_back(ticket)
             self._rates.settle(charge, 0, withdrawn=True)
             raise
-        watcher.admitted = True
+        if holder != records[0].id:
+            # The key has just been taken by somebody who was faster.
+            self._reader.unfollow(watcher)
+            self._pressure.give_back(ticket)
+            self._rates.settle(charge, 0, withdrawn=True)
+            raise AlreadyAdmittedError(holder)
+        self._reader.admitted(watcher, records)
         return Submission(records, watcher, ticket, charge)
+
+    def _withdraw(self, watcher: Watcher, reason: str) -> None:
+        self._reader.unfollow(watcher)
+        for request_id in watcher.ids:
+            self._aborts.append(AbortRecord(request_id, reason=reason))
 
     def _mint_seed(self) -> int:
         if self._seed is None:

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from octavo_gateway.admission import Submission
 from octavo_gateway.choice_view import ChoiceView, Delta
-from octavo_gateway.errors import ApiError, error_body
+from octavo_gateway.errors import ApiError, error_body, unavailable
+from octavo_gateway.event_ids import EventIds, Position
 from octavo_gateway.ranking import best_slots
 from octavo_gateway.render_chat import ChatRenderer
 from octavo_gateway.render_completion import CompletionRenderer
@@ -21,7 +22,7 @@ from octavo_gateway.rendering import DONE, Renderer, Usage, error_events, shown_
 from octavo_gateway.slot import Presentation, Slot
 from octavo_gateway.tracing import describe_answer
 from octavo_shared.fold import ChoiceFold
-from octavo_shared.records import AbortRecord, Problem, RequestRecord
+from octavo_shared.records import ANY_GENERATION, AbortRecord, Problem, RequestRecord
 
 if TYPE_CHECKING:
     from octavo_gateway.gateway import Gateway
@@ -31,6 +32,10 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+# What is rendered before the client has taken what it was sent, apart from the chunk of one choice.
+MOST_BYTES = 1 << 16
 
 
 class Answer(Response):
@@ -48,7 +53,9 @@ class Answer(Response):
         arrival_s: float,
         echo_texts: Sequence[str],
         span: Span | None,
+        position: Position | None = None,
     ) -> None:
+        """``position``: a client that has reconnected knows so much already."""
         # Starlette's constructor would render a body; there is none yet.
         self.background = None
         self.status_code = 200
@@ -68,6 +75,11 @@ class Answer(Response):
         self._open_by_serial = {record.id.serial: record.n for record in self._records}
         self._began: set[int] = set()
         self._started = False
+        self._position = position
+        if position is not None:
+            for slot in self._slots.values():
+                slot.told = position.of(slot.index)
+        self._ids = EventIds(self._records[0].id, len(self._slots))
         self._failure: Problem | None = None
         prefix = "chatcmpl-" if presentation.kind == "chat" else "cmpl-"
         kind = ChatRenderer if presentation.kind == "chat" else CompletionRenderer
@@ -118,7 +130,8 @@ class Answer(Response):
     async def _collect(self, send: Send) -> None:
         while self._open:
             dirty = await self._watcher.wait()
-            if self._watcher.disconnected:
+            if self._watcher.is_over:
+                self._refuse_handed_over()
                 return
             for slot, delta in self._advance(dirty):
                 slot.parts.append(delta.text)
@@ -138,27 +151,43 @@ class Answer(Response):
         renderer = self._renderer
         while self._open:
             dirty = await self._watcher.wait()
-            if self._watcher.disconnected:
+            if self._watcher.is_over:
+                if not self._started:
+                    self._refuse_handed_over()
+                elif self._watcher.handed_over:
+                    # No [DONE]: the client knows that more is to come, and from its last event's id where to go on.
+                    await self._send(send, [], last=True)
                 return
             chunks: list[bytes] = []
+            size = 0
             for slot, delta in self._advance(dirty):
                 if not slot.began:
                     slot.began = True
-                    chunks.append(renderer.open(slot))
-                chunks.append(renderer.chunk(slot, delta.text, delta.start, delta.stop))
+                    if opening := renderer.open(slot):
+                        self._ids.told(slot.index, 0, ended=False)
+                        chunks += (self._ids.line(), opening)
+                if chunk := renderer.chunk(slot, delta.text, delta.start, delta.stop):
+                    self._ids.told(slot.index, slot.view.tokens, ended=slot.view.finish_reason is not None)
+                    chunks += (self._ids.line(), chunk)
+                    size += len(chunk)
+                if size > MOST_BYTES:
+                    # A client that has not read for a while: much has come, and is rendered as it is taken.
+                    await self._send(send, chunks)
+                    chunks, size = [], 0
             if self._failure is not None:
                 if not self._started:
                     raise ApiError(self._failure)
-                chunks.append(error_events(error_body(self._failure, self._gateway.settings.error_code_style)))
+                style = self._gateway.settings.error_code_style
+                chunks.append(error_events(error_body(self._failure, style), self._ids.done_line()))
                 await self._send(send, chunks, last=True)
                 return
             if self._open:
                 if self._first_event_s:
                     await self._send(send, chunks)
                 continue
-            if self._presentation.include_usage:
-                chunks.append(renderer.usage_chunk(self._usage()))
-            chunks.append(DONE)
+            if self._presentation.include_usage and not (self._position and self._position.usage_told):
+                chunks += (self._ids.usage_line(), renderer.usage_chunk(self._usage()))
+            chunks += (self._ids.done_line(), DONE)
             await self._send(send, chunks, last=True)
 
     async def _send(self, send: Send, chunks: list[bytes], *, last: bool = False) -> None:
@@ -184,6 +213,10 @@ class Answer(Response):
             if view.finish_reason is not None:
                 continue
             slot.fold = choice
+            if slot.told is not None and not self._catch_up(slot, choice, now_s):
+                continue
+            if view.finish_reason is not None:
+                continue
             delta = view.advance(choice)
             count = delta.stop - delta.start
             if not count and view.finish_reason is None:
@@ -198,9 +231,36 @@ class Answer(Response):
                 news.append((slot, delta))
         return news
 
+    def _catch_up(self, slot: Slot, choice: ChoiceFold, now_s: float) -> bool:
+        """Bring a choice to where the client has read it before; False while the fold has not come as far."""
+        told, view = slot.told, slot.view
+        assert told is not None
+        if len(choice.tokens) < told.tokens and not choice.end:
+            return False
+        delta = view.advance(choice, None if told.ended else told.tokens)
+        if told.ended and view.finish_reason is None:
+            return False
+        slot.told, slot.began = None, told.began
+        if told.tokens or told.ended:
+            # What has been rendered before is rendered once more: logprobs count their offsets, an echo is sent once.
+            self._renderer.chunk(slot, delta.text, delta.start, delta.stop)
+            view.first_token_s = view.last_token_s = now_s
+        if told.began:
+            self._ids.told(slot.index, view.tokens, ended=view.finish_reason is not None)
+            if slot.record.id.serial not in self._began:
+                self._begin(slot, now_s)
+        if view.finish_reason is not None:
+            self._end(slot, choice, now_s)
+        return True
+
+    def _refuse_handed_over(self) -> None:
+        """Before anything has been sent, a status says best that the client is to go on elsewhere."""
+        if self._watcher.handed_over:
+            raise unavailable("The gateway is shutting down; the answer can be had from another one.")
+
     def _begin(self, slot: Slot, now_s: float) -> None:
         self._began.add(slot.record.id.serial)
-        if slot.view.problem is None:
+        if slot.view.problem is None and self._position is None:
             self._metrics.request_began(slot.record)
         if not self._first_event_s:
             self._first_event_s = now_s
@@ -212,7 +272,8 @@ class Answer(Response):
         record = slot.record
         self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
         if slot.view.stopped_by_string and not choice.end:
-            self._gateway.reader.abort(AbortRecord(record.id, slot.choice, reason="stop_string"))
+            # Whoever reads this comes to the same end: it does not matter who is the owner.
+            self._gateway.aborts.append(AbortRecord(record.id, slot.choice, ANY_GENERATION, "stop_string"))
         self._open_by_serial[record.id.serial] -= 1
         if not self._open_by_serial[record.id.serial]:
             self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
@@ -220,18 +281,29 @@ class Answer(Response):
             self._failure = slot.view.problem
 
     def _leave(self, reason: str) -> None:
-        """Let go of the log; choices still open are aborted and counted as such."""
-        if self._open:
+        """Let go of the log; choices still open are aborted, at once or when nobody has come back in time."""
+        left = [record for record in self._records if self._open_by_serial[record.id.serial]]
+        grace_s = 0.0 if reason == "error" else self._records[0].disconnect_grace_ms / 1000
+        aborts = [AbortRecord(record.id, -1, self._watcher.generation, reason) for record in left]
+        if aborts and not self._watcher.handed_over:
+            if grace_s:
+                self._gateway.aborts.append_later(aborts, grace_s)
+            else:
+                for abort in aborts:
+                    self._gateway.aborts.append(abort)
+        if left and not grace_s:
             now_s = time.monotonic()
             for slot in self._slots.values():
                 if slot.view.finish_reason is None:
                     self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
-            for record in self._records:
-                if self._open_by_serial[record.id.serial]:
-                    self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
-        self._gateway.reader.part(self._watcher, abort=reason if self._open else "")
+            for record in left:
+                self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
+        self._gateway.unfollow(self._watcher)
         self._gateway.pressure.give_back(self._ticket)
-        self._gateway.rates.settle(self._charge, self._cost_tokens())
+        if self._position is None:
+            # Who may come back has paid for what is still to be made; coming back costs nothing.
+            least = self._charge.tokens if left and grace_s else 0
+            self._gateway.rates.settle(self._charge, max(least, self._cost_tokens()))
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:

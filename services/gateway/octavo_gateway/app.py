@@ -15,7 +15,7 @@ from octavo_gateway.errors import ApiError, render_error
 from octavo_gateway.gateway import Gateway
 from octavo_gateway.middleware import KeyMiddleware, RequestMiddleware
 from octavo_gateway.model_assets import load_assets
-from octavo_gateway.routes import admin, generation, service
+from octavo_gateway.routes import admin, generation, service, streams
 from octavo_gateway.routes.openapi import install_schema
 from octavo_shared.records import Problem
 from octavo_shared.settings import GatewaySettings
@@ -40,6 +40,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app = FastAPI(title="Octavo", version=metadata.version("octavo"), lifespan=lifespan, redirect_slashes=False)
     app.state.gateway = gateway
     app.include_router(generation.router)
+    app.include_router(streams.router)
     app.include_router(service.router)
     app.include_router(admin.router)
     _handle_errors(app, gateway)

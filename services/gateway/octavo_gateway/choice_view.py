@@ -66,13 +66,19 @@ class ChoiceView:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
 
-    def advance(self, choice: ChoiceFold) -> Delta:
-        """Take in whatever the fold has that this view has not; nothing is new once ``finish_reason`` is set."""
+    def advance(self, choice: ChoiceFold, limit: int | None = None) -> Delta:
+        """Take in whatever the fold has that this view has not; nothing is new once ``finish_reason`` is set.
+
+        With ``limit`` only the first so many output tokens, and no end but that by a stop string.
+        """
         start = self.tokens
         if self.finish_reason is not None:
             return Delta("", start, start)
         tokens, end = choice.tokens, choice.end
-        stop = len(tokens)
+        # A fold may fall behind for a while when Redis has lost its memory.
+        stop = max(start, len(tokens))
+        if limit is not None:
+            stop, end = max(start, min(stop, limit)), EndReason.NONE
         textual = stop
         if end is EndReason.STOP and not self._keep_stop_token and stop > start and tokens[-1] == choice.stop_token:
             # The token that ended it is counted, but it is not part of the text.

@@ -35,6 +35,17 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(Problem(f"The model `{name}` does not exist.", 404, "NotFoundError", "model_not_found", "model"))
 
 
+def stream_not_found() -> ApiError:
+    """404 for a stream that never was, is kept no longer, or belongs to somebody else."""
+    return ApiError(Problem("There is no such stream (any more).", 404, "NotFoundError", "stream_not_found"))
+
+
+def idempotency_conflict() -> ApiError:
+    """422 for a key that came with another request before (draft-ietf-httpapi-idempotency-key-header-07, section 2.7)."""
+    message = "This Idempotency-Key has been used for a request with another body."
+    return ApiError(Problem(message, 422, "UnprocessableEntityError", "idempotency_key_reused", "Idempotency-Key"))
+
+
 def unauthorized() -> ApiError:
     """401 for a request without one of the keys."""
     problem = Problem("Unauthorized", 401, "AuthenticationError", "invalid_api_key")

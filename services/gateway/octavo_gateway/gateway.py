@@ -7,7 +7,10 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from octavo_gateway.aborts import Aborts
 from octavo_gateway.admission import Admission
+from octavo_gateway.errors import unavailable
+from octavo_gateway.foreign_logs import ForeignLogs
 from octavo_gateway.keys import KeyRing
 from octavo_gateway.limits import LimitsWatch
 from octavo_gateway.log_reader import LogReader
@@ -16,8 +19,10 @@ from octavo_gateway.model_assets import ModelAssets
 from octavo_gateway.pressure import Pressure
 from octavo_gateway.rates import Rates
 from octavo_gateway.tracing import GatewayTracing
+from octavo_gateway.watcher import Watcher
 from octavo_shared.buckets import Buckets
 from octavo_shared.control import ControlChannel
+from octavo_shared.records import AbortRecord
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.streams import Streams
 
@@ -46,13 +51,28 @@ class Gateway:
         self.workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="prepare")
         self.streams = Streams.connect(settings.redis_url, self.model_name)
         self.limits = LimitsWatch(self.streams)
-        self.reader = LogReader(self.streams, settings.gateway_lease_s)
+        self.aborts = Aborts(self.streams)
+        self.reader = LogReader(self.streams, self.aborts, settings.gateway_lease_s)
+        self.foreign_logs = ForeignLogs(self.streams)
         self.pressure = Pressure(self.limits, self.metrics.refused)
         self.rates = Rates(Buckets(self.streams.client, self.streams.keys), self.metrics.rate_limited)
-        self.admission = Admission(self.streams, self.limits, self.reader, self.pressure, self.rates, settings.seed)
+        self.admission = Admission(
+            self.streams, self.limits, self.reader, self.aborts, self.pressure, self.rates, settings.seed
+        )
         self.control = ControlChannel(self.streams)
         self.tracing = GatewayTracing(settings.otlp_traces_endpoint, self.reader.incarnation)
+        # Nothing new is taken any more.
+        self.draining = False
         self._tasks: list[asyncio.Task[None]] = []
+
+    def why_not_ready(self) -> str:
+        """Empty when requests can be served now, else the reason why not."""
+        return "The gateway is shutting down." if self.draining else self.limits.why_not_ready()
+
+    def require_open(self) -> None:
+        """Raises ApiError (503) once nothing new is taken any more."""
+        if self.draining:
+            raise unavailable(self.why_not_ready())
 
     async def start(self) -> None:
         """Start the background tasks. Redis need not be there yet."""
@@ -62,7 +82,7 @@ class Gateway:
         for name, work in (
             ("limits", self.limits.run()),
             ("log", self.reader.run()),
-            ("aborts", self.reader.run_aborts()),
+            ("aborts", self.aborts.run()),
             ("lease", self.reader.run_lease()),
             ("keys", self._watch_keys()),
         ):
@@ -76,11 +96,28 @@ class Gateway:
             await asyncio.sleep(KEYS_S)
             self.keys.reload()
 
+    def unfollow(self, watcher: Watcher) -> None:
+        """An answer is not to be told anything more."""
+        if watcher.ids[0].log == self.reader.incarnation:
+            self.reader.unfollow(watcher)
+        else:
+            self.foreign_logs.unfollow(watcher)
+
+    def dismiss(self) -> None:
+        """End what lives: whoever may come back goes on elsewhere, the others' requests are aborted."""
+        for watcher in self.reader.watchers | self.foreign_logs.watchers:
+            if watcher.records and watcher.records[0].disconnect_grace_ms:
+                watcher.hand_over()
+                continue
+            for request_id in watcher.ids:
+                self.aborts.append(AbortRecord(request_id, -1, watcher.generation, "shutdown"))
+
     async def stop(self) -> None:
         """End what lives, leave Redis clean, stop."""
         aborts = [task for task in self._tasks if task.get_name() == "aborts"]
         others = [task for task in self._tasks if task.get_name() != "aborts"]
         await _cancel(others)
+        await self.foreign_logs.stop()
         await self.reader.leave(LEAVE_GRACE_S)
         await _cancel(aborts)
         await self.rates.stop()

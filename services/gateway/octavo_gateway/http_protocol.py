@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -13,6 +14,30 @@ HEAD_TIMEOUT_S = 30.0
 MAX_HEAD_BYTES = 256 << 10
 
 logger = logging.getLogger(__name__)
+
+
+# A client whose machine or network is gone says nothing. It is asked after so many seconds of silence, then a few times more.
+SILENCE_S = 30
+ASK_AGAIN_S = 10
+ASK_TIMES = 3
+# What was sent and is not acknowledged for so long is not going to be, nor what cannot be sent because nobody reads.
+UNTAKEN_S = 120
+
+
+def _notice_when_it_is_gone(connection: socket.socket | None) -> None:
+    """Let the kernel end connections to clients that are gone without a word, so that their requests end as well."""
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE_S),
+        ("TCP_KEEPINTVL", ASK_AGAIN_S),
+        ("TCP_KEEPCNT", ASK_TIMES),
+        ("TCP_USER_TIMEOUT", UNTAKEN_S * 1000),
+    ):
+        # Not every system has each of them.
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -29,6 +54,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        _notice_when_it_is_gone(transport.get_extra_info("socket"))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

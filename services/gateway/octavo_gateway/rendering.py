@@ -56,9 +56,9 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def error_events(body: dict[str, Any]) -> bytes:
-    """How a stream that has begun ends in an error."""
-    return event(orjson.dumps(body)) + DONE
+def error_events(body: dict[str, Any], id_line: bytes = b"") -> bytes:
+    """How a stream that has begun ends in an error; ``id_line`` stands before both events."""
+    return id_line + event(orjson.dumps(body)) + id_line + DONE
 
 
 class ChunkFraming:
@@ -84,8 +84,6 @@ class ChunkFraming:
         """Everything up to a choice's own fields."""
         if not slot.head:
             slot.head = self._start + str(slot.index).encode()
-        if self._presentation.resumable:
-            return b"id: %d:%d\n" % (slot.index, slot.view.tokens) + slot.head
         return slot.head
 
     def tail(self, slot: Slot) -> bytes:

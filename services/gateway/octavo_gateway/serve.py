@@ -23,6 +23,8 @@ from octavo_shared.tls import https_requirement
 
 # How long streams may take to hear of their end when the process is told to stop.
 SHUTDOWN_S = 3
+# How often to see whether the last stream has ended.
+DRAIN_LOOK_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,24 @@ class Server(uvicorn.Server):
             scheme = "https" if self.config.is_ssl else "http"
             logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, self.port)
 
+    def stop(self) -> None:
+        """Take nothing new, let what lives end for up to ``--drain-timeout-s``, then stop. Said again, it stops at once."""
+        if self.gateway.draining:
+            self.should_exit = True
+        else:
+            self.gateway.draining = True
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.gateway.settings.drain_timeout_s
+        logger.info("stopping: %d requests are being answered", len(self.server_state.tasks))
+        while self.server_state.tasks and loop.time() < deadline and not self.should_exit:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.gateway.reader.abort_everything("shutdown")
+        self.gateway.dismiss()
         await super().shutdown(sockets)
 
 
@@ -93,7 +111,7 @@ def run(settings: GatewaySettings) -> int:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
+            loop.add_signal_handler(number, server.stop)
         loop.add_signal_handler(signal.SIGHUP, partial(server.gateway.keys.reload, force=True))
         await server.serve()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+import orjson
+
 from octavo_gateway.choice_view import ChoiceView
+from octavo_gateway.event_ids import Told
 from octavo_gateway.logprobs import Entry
 from octavo_shared.fold import ChoiceFold
 from octavo_shared.records import RequestRecord, TokenLogprobs
@@ -39,8 +42,21 @@ class Presentation:
     # Say in the usage how many prompt tokens were found in the prefix cache.
     prompt_tokens_details: bool = False
     role: str = "assistant"
-    # Say in "id:" lines how far each choice has come.
-    resumable: bool = False
+    # Of the request that this answers, where it came with an idempotency key.
+    fingerprint: str = ""
+
+
+def note_of(presentation: Presentation, echo_text: str) -> bytes:
+    """What a request's record says of how its answer is to look."""
+    return orjson.dumps({"presentation": presentation, "echo_text": echo_text})
+
+
+def read_note(record: RequestRecord) -> tuple[Presentation, str]:
+    """The other way round. Of what a gateway of another version has noted, what is known here counts."""
+    note = orjson.loads(record.presentation)
+    known = {one.name for one in fields(Presentation)}
+    presentation = {name: value for name, value in note["presentation"].items() if name in known}
+    return Presentation(**presentation), note["echo_text"]
 
 
 class Slot:
@@ -57,6 +73,7 @@ class Slot:
         "logprobs",
         "parts",
         "record",
+        "told",
         "view",
     )
 
@@ -79,6 +96,8 @@ class Slot:
         self.view = view
         self.echo_text = echo_text
         self.fold: ChoiceFold | None = None
+        # What the client knows from before it reconnected, until the fold has come as far.
+        self.told: Told | None = None
         # Whether something has been sent of it (streams), or what there is to send (others).
         self.began = False
         self.parts: list[str] = []

@@ -6,19 +6,26 @@ import asyncio
 
 from octavo_shared.fold import ChoiceFold
 from octavo_shared.ids import RequestId
+from octavo_shared.records import RequestRecord
 
 
 class Watcher:
-    """Collects changed choices of some requests and wakes the one task that waits for them."""
+    """Collects changed choices of the requests of one answer and wakes the one task that waits for them."""
 
-    __slots__ = ("_dirty", "_waiter", "admitted", "disconnected", "ids")
+    __slots__ = ("_dirty", "_waiter", "disconnected", "generation", "handed_over", "ids", "n", "records")
 
-    def __init__(self, ids: tuple[RequestId, ...]) -> None:
+    def __init__(self, ids: tuple[RequestId, ...], n: int, generation: int = 0) -> None:
         self.ids = ids
-        # The requests have been appended to the model stream.
-        self.admitted = False
+        # Choices of each of them.
+        self.n = n
+        # As whose owner it was made: later ones make what it says void (rule L7).
+        self.generation = generation
+        # Set once the requests have been appended to the model stream.
+        self.records: tuple[RequestRecord, ...] = ()
         # The client has gone; nothing will be sent any more.
         self.disconnected = False
+        # The client is to go on elsewhere: the answer stops here, the requests do not.
+        self.handed_over = False
         self._dirty: dict[tuple[int, int], ChoiceFold] = {}
         self._waiter: asyncio.Future[None] | None = None
 
@@ -32,9 +39,19 @@ class Watcher:
         self.disconnected = True
         self._wake()
 
+    def hand_over(self) -> None:
+        """The client is to go on elsewhere."""
+        self.handed_over = True
+        self._wake()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is to be sent."""
+        return self.disconnected or self.handed_over
+
     async def wait(self) -> dict[tuple[int, int], ChoiceFold]:
-        """What has changed, keyed by (serial, choice); waits for something. Empty only after a disconnect."""
-        while not self._dirty and not self.disconnected:
+        """What has changed, keyed by (serial, choice); waits for something. Empty only when it is over."""
+        while not self._dirty and not self.is_over:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

@@ -18,7 +18,7 @@ from octavo_shared.entries import MalformedEntryError
 
 logger = logging.getLogger(__name__)
 
-BLOCK_S = 5.0
+BLOCK_S = 2.0
 TIERS = ("device", "host")
 _NUMBERS = ("state", "references", "filled", "depth", "age_steps", "hits")
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import re
 import time
+from hashlib import blake2b
 from typing import Any
 
-import orjson
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from opentelemetry.trace import Span
 
-from octavo_gateway.admission import Order
+from octavo_gateway.admission import AlreadyAdmittedError, Order
 from octavo_gateway.answer import Answer
 from octavo_gateway.body import in_worker, parse_body
 from octavo_gateway.errors import bad_request, model_not_found
 from octavo_gateway.gateway import Gateway
 from octavo_gateway.keys import Caller
 from octavo_gateway.prompts import Bounds, chat_ids, completion_prompts, echo_texts
+from octavo_gateway.resume import find_idempotent, position_of, resume
 from octavo_gateway.routes.openapi import documented
 from octavo_gateway.sampling import Draft, draft_chat, draft_completion
 from octavo_gateway.schema.requests import ChatCompletionRequest, CompletionRequest, GenerationBody
 from octavo_gateway.schema.responses import ChatCompletion, Completion
 from octavo_gateway.slot import Kind, Presentation
 
+# Stripe's limit.
+MAX_IDEMPOTENCY_KEY = 255
 MAX_TRACESTATE_CHARS = 512
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -30,10 +33,13 @@ router = APIRouter()
 
 
 @router.post("/v1/completions", **documented(CompletionRequest, Completion, stream=True))
-async def completions(request: Request) -> Answer:
+async def completions(request: Request) -> Response:
     """Continue a prompt, or each of several."""
     arrival_s = time.monotonic()
     gateway: Gateway = request.app.state.gateway
+    gateway.require_open()
+    if (position := position_of(request)) is not None:
+        return await resume(gateway, request, position.stream, position, arrival_s)
     body = await parse_body(request, gateway, CompletionRequest)
     check_model(gateway, body.model)
     draft = draft_completion(body, gateway.settings, gateway.assets.defaults)
@@ -50,10 +56,13 @@ async def completions(request: Request) -> Answer:
 
 
 @router.post("/v1/chat/completions", **documented(ChatCompletionRequest, ChatCompletion, stream=True))
-async def chat_completions(request: Request) -> Answer:
+async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     arrival_s = time.monotonic()
     gateway: Gateway = request.app.state.gateway
+    gateway.require_open()
+    if (position := position_of(request)) is not None:
+        return await resume(gateway, request, position.stream, position, arrival_s)
     body = await parse_body(request, gateway, ChatCompletionRequest)
     check_model(gateway, body.model)
     draft = draft_chat(body, gateway.settings, gateway.assets.defaults)
@@ -102,7 +111,7 @@ def _presentation(
         returned=draft.returned if draft.returned < draft.n else 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         prompt_tokens_details=gateway.settings.enable_prompt_tokens_details,
-        resumable=request.headers.get("x-octavo-resumable") == "1",
+        fingerprint=_fingerprint(request, body) if request.headers.get("idempotency-key") else "",
         **others,
     )
 
@@ -116,7 +125,11 @@ async def _submit(
     prompts: list[list[int]],
     texts: list[str],
     arrival_s: float,
-) -> Answer:
+) -> Response:
+    caller: Caller = request.scope["octavo.caller"]
+    key = _idempotency_key(request)
+    if (first := await find_idempotent(gateway, caller, key)) is not None:
+        return await resume(gateway, request, first, None, arrival_s, presentation.fingerprint)
     choices = len(prompts) * max(draft.n, draft.params.beam_width)
     if choices > gateway.settings.max_num_choices:
         most = gateway.settings.max_num_choices
@@ -127,7 +140,9 @@ async def _submit(
         traceparent, tracestate = gateway.tracing.headers_of(span)
     else:
         traceparent, tracestate = _trace_headers(request)
-    caller: Caller = request.scope["octavo.caller"]
+    ttl_s, grace_s = gateway.settings.stream_resume_ttl, gateway.settings.disconnect_grace
+    if key or request.headers.get("x-octavo-resumable") == "1":
+        grace_s = max(grace_s, ttl_s)
     order = Order(
         draft=draft,
         caller=caller,
@@ -136,12 +151,33 @@ async def _submit(
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         traceparent=traceparent,
         tracestate=tracestate,
-        presentation=orjson.dumps(presentation),
+        presentation=presentation,
+        echo_texts=texts,
+        idempotency_key=key,
+        resume_ttl_s=ttl_s,
+        disconnect_grace_s=grace_s,
         deadline_us=_deadline_us(body.timeout, arrival_s),
     )
-    submission = await gateway.admission.submit(prompts, samplings, order)
+    try:
+        submission = await gateway.admission.submit(prompts, samplings, order)
+    except AlreadyAdmittedError as error:
+        return await resume(gateway, request, error.stream, None, arrival_s, presentation.fingerprint)
     request.scope["octavo.headers"] += [(name.encode(), value.encode()) for name, value in submission.charge.headers]
     return Answer(gateway, submission, presentation, arrival_s=arrival_s, echo_texts=texts, span=span)
+
+
+def _idempotency_key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > MAX_IDEMPOTENCY_KEY:
+        message = f"An Idempotency-Key has at most {MAX_IDEMPOTENCY_KEY} characters, got {len(key)}."
+        raise bad_request(message, "Idempotency-Key")
+    return key
+
+
+def _fingerprint(request: Request, body: GenerationBody) -> str:
+    """The same for requests that ask for the same, however their JSON is written."""
+    text = f"{request.url.path}\n{body.model_dump_json()}"
+    return blake2b(text.encode(), digest_size=16, person=b"octavo request").hexdigest()
 
 
 def _trace_headers(request: Request) -> tuple[str, str]:

@@ -16,8 +16,9 @@ _bodies: set[type[BaseModel]] = set()
 _ERRORS = {
     400: "The request is wrong.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such stream.",
     413: "The body is too large.",
+    422: "The Idempotency-Key came with another request before.",
     429: "Too much work is queued; see Retry-After.",
     503: "Nothing can be served now; see Retry-After.",
 }

