@@ -56,7 +56,7 @@ redis.call('XDEL', KEYS[1], ARGV[2])
 local count = tonumber(ARGV[4] or '0')
 if count == 0 then return 1 end
 local own = KEYS[2 + ARGV[5]]
-if entry then redis.call('HSET', own, 'record', entry[2][2]) end
+if entry and redis.call('EXISTS', own) == 1 then redis.call('HSET', own, 'record', entry[2][2]) end
 redis.call('HDEL', own, 'entry')
 for i = 3, 2 + count do
   if redis.call('HEXISTS', KEYS[i], 'entry') == 1 then return 1 end
