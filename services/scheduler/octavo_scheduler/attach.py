@@ -43,8 +43,8 @@ _SIZES = {
     "max_num_batched_tokens": (1, 1 << 28),
     "vocab_size": (1, 1 << 28),
     "run_ahead": (0, 64),
-    # Terms are counted one by one: one beyond this was never given, and counting on from it would soon end.
-    "highest_term": (0, 1 << 40),
+    # Terms may be milliseconds of Redis' clock; one beyond this was never given, and its scripts could soon not count on.
+    "highest_term": (0, 1 << 52),
 }
 
 # Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.
