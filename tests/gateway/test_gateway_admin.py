@@ -55,9 +55,11 @@ class Scene:
         return dict(answer.json())
 
     async def ready(self) -> None:
+        """The scheduler has an executor and says so. (Readiness alone may be that of the scheduler before, which handed over.)"""
         async with asyncio.timeout(15):
-            while (await self.client.get("/health/ready")).status_code != 200:
-                await asyncio.sleep(0.05)
+            for path in ("/v1/kv", "/health/ready"):
+                while (await self.client.get(path, headers=KEY)).status_code != 200:
+                    await asyncio.sleep(0.05)
 
 
 def act(redis_url: str, tmp_path: Path, scene: Callable[[Scene], Awaitable[None]], **scheduler: object) -> None:
@@ -101,7 +103,7 @@ PROMPT = [*range(1, 41)]
 
 def test_the_cache_is_seen_and_emptied(redis_url: str, tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     async def scene(s: Scene) -> None:
-        async with s.scheduler.executor() as executor:
+        async with s.scheduler.executor(beats=True) as executor:
             await s.ready()
             empty = await s.kv()
             assert (empty["executor"], empty["executors"], empty["tier"]) == ("e0", ["e0"], "device")
@@ -137,7 +139,7 @@ def test_running_requests_own_blocks_and_outlive_a_reset(
     redis_url: str, tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     async def scene(s: Scene) -> None:
-        async with s.scheduler.executor() as executor:
+        async with s.scheduler.executor(beats=True) as executor:
             await s.ready()
             asking = asyncio.create_task(s.ask(prompt=PROMPT, max_tokens=60, n=2))
             await executor.work(5)
@@ -165,7 +167,7 @@ def test_running_requests_own_blocks_and_outlive_a_reset(
 def test_pages(redis_url: str, tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     async def scene(s: Scene) -> None:
         async with (
-            s.scheduler.executor(num_device_blocks=40_000),
+            s.scheduler.executor(beats=True, num_device_blocks=40_000),
             Executor(s.scheduler.address, s.scheduler.streams, name="e1", num_device_blocks=20, num_host_blocks=7),
         ):
             await s.ready()
@@ -211,7 +213,7 @@ def test_nonsense_on_the_channel_does_no_harm(
 ) -> None:
     async def scene(s: Scene) -> None:
         await s.scheduler.streams.client.rpush(s.scheduler.streams.keys.control, text)
-        async with s.scheduler.executor():
+        async with s.scheduler.executor(beats=True):
             await s.ready()
             assert (await s.kv(limit=1))["columns"]["block"] == [0]
 

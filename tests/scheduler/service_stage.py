@@ -25,16 +25,16 @@ from octavo_shared.proto import executor_pb2_grpc
 from octavo_shared.records import EndReason, RequestRecord, SamplingParams
 from octavo_shared.settings import SchedulerSettings, load_settings
 from octavo_shared.streams import GROUP, Streams
-from octavo_shared.wire import FromExecutor, Logged, Refusal, Welcome, from_scheduler, to_scheduler
+from octavo_shared.wire import FromExecutor, Heartbeat, Logged, Refusal, Welcome, from_scheduler, to_scheduler
 
 MODEL = "tiny"
 LOG = "gateway0"
 
 
 class Executor:
-    """One attached executor: tokens it makes up are 100, 101, … by output position."""
+    """One attached executor: tokens it makes up are 100, 101, … by output position. With ``beats`` it is never silent for long."""
 
-    def __init__(self, address: str, streams: Streams, **info: object) -> None:
+    def __init__(self, address: str, streams: Streams, beats: bool = False, **info: object) -> None:
         defaults: dict[str, object] = {
             "name": "e0",
             "incarnation": "e0-1",
@@ -56,15 +56,25 @@ class Executor:
         self._channel = grpc.aio.insecure_channel(address)
         self._out: asyncio.Queue[FromExecutor | None] = asyncio.Queue()
         self._worker: asyncio.Task[int] | None = None
+        self._heart: asyncio.Task[None] | None = None
+        self._beats = beats
 
     async def __aenter__(self) -> Executor:
         self._call = executor_pb2_grpc.SchedulerStub(self._channel).Attach(self._messages(), wait_for_ready=True)
         self.say(self.info)
+        if self._beats:
+            self._heart = asyncio.create_task(self._beat())
         return self
 
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            self.say(Heartbeat(self.epoch, 0))
+
     async def __aexit__(self, *_: object) -> None:
-        if self._worker is not None:
-            self._worker.cancel()
+        for task in (self._worker, self._heart):
+            if task is not None:
+                task.cancel()
         self._call.cancel()
         await self._channel.close()
 
@@ -163,8 +173,8 @@ class Stage:
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(self.process.run(self.stop))
 
-    def executor(self, **info: object) -> Executor:
-        return Executor(self.address, self.streams, **info)
+    def executor(self, *, beats: bool = False, **info: object) -> Executor:
+        return Executor(self.address, self.streams, beats, **info)
 
     async def admit(
         self, serial: int, prompt_tokens: int = 10, max_tokens: int = 4, n: int = 1, beam_width: int = 0, **fields: Any
