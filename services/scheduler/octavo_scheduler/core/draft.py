@@ -8,7 +8,7 @@ import numpy.typing as npt
 from octavo_scheduler.core.host_tier import Moves
 from octavo_scheduler.core.in_flight import BlockFills, find_fills
 from octavo_scheduler.core.slots import Rows, SlotTable
-from octavo_shared.plan import NO_INTS, NO_MOVES, NewSequence, PageMoves, StepPlan
+from octavo_shared.plan import NO_INTS, NO_MOVES, CacheOffer, NewSequence, PageMoves, StepPlan
 from octavo_shared.records import Int32Array
 
 
@@ -66,6 +66,7 @@ class Draft:
         samples: Samples,
         swaps: tuple[Int32Array, Int32Array, Int32Array, PageMoves] | None,
         moves: Moves | None,
+        names: CacheOffer,
     ) -> StepPlan:
         """The plan. ``numbers`` are its term, epoch and step."""
         term, epoch, step = numbers
@@ -89,6 +90,7 @@ class Draft:
             row_tokens=self.counts,
             row_samples=samples.per_row,
             sample_slots=samples.slots,
+            names=names,
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import replace
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from octavo_scheduler.core.slots import SlotTable
 from octavo_scheduler.core.stats import CoreStats
 from octavo_scheduler.core.view import KvView, Tier, view_kv
 from octavo_scheduler.core.waiting import OUTPUT_COST, FairQueue, make_queue
-from octavo_shared.plan import NO_OFFER, CacheOffer, StepPlan, StepResult
+from octavo_shared.plan import CacheOffer, StepPlan, StepResult
 from octavo_shared.records import EndReason, Int32Array
 
 
@@ -337,9 +336,8 @@ class Scheduler:
         )
         released, self._released = self._released, []
         draft.admitted += self.beams.take_seated()
-        plan = draft.build((self.term, self.epoch, self.step), released, samples, self._copy_on_write.take(), moves)
-        names = self.prefix_cache.take_names()
-        return plan if names is NO_OFFER else replace(plan, names=names)
+        swaps, names = self._copy_on_write.take(), self.prefix_cache.take_names()
+        return draft.build((self.term, self.epoch, self.step), released, samples, swaps, moves, names)
 
     def _note_chunks(self, draft: Draft) -> int:
         """Events for rows that prefill; returns how many prompt tokens they compute."""
