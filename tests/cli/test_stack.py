@@ -24,7 +24,7 @@ from octavo.instance import InstanceDir
 from octavo.models import resolve_model
 
 ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 240.0
 
 
 class Served:
