@@ -96,7 +96,7 @@ class SchedulerProcess:
             ReignOverError: the lease could not be kept, or something happened after which all must be read again.
         """
         run_id = await self.streams.run_id()
-        before, self._run_id = self._run_id, run_id
+        before, self._run_id = self._run_id or await self._life_of_what_waits(), run_id
         if before not in ("", run_id):
             # The lease may run out meanwhile: it is taken anew.
             await asyncio.sleep(RESEND_S)
@@ -130,6 +130,10 @@ class SchedulerProcess:
             await service.shut_down()
             if server is not None:
                 await server.stop(grace=None)
+
+    async def _life_of_what_waits(self) -> str:
+        """For who has not reigned yet: in which life of Redis others did, if they have left anything undone."""
+        return await self.streams.last_life() if await self.streams.num_requests() else ""
 
     async def _take_lease(self, stop: asyncio.Event) -> bool:
         """Wait for the lease; False when told to stop first."""
