@@ -269,7 +269,9 @@ def test_the_promise_holds_in_whatever_order_things_happen(machine: type[Machine
     run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=50, deadline=None))
 
 
-@pytest.mark.parametrize(("kind", "games"), [(World, 1500), (RestartWorld, 1500), (OwnerWorld, 800), (ClientWorld, 400)])
+@pytest.mark.parametrize(
+    ("kind", "games"), [(World, 1500), (RestartWorld, 1500), (OwnerWorld, 800), (ClientWorld, 400)]
+)
 def test_the_promise_holds_in_many_games(kind: type[World], games: int) -> None:
     with pytest.raises(LookupError):
         play_at_random(kind, games)
