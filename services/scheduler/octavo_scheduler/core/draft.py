@@ -13,18 +13,29 @@ from octavo_shared.records import Int32Array
 
 
 class Draft:
-    """Rows that compute: ``rows`` of the slot table (r of them), from ``starts``, ``counts`` tokens each, int32[r]."""
+    """Rows that compute: ``rows`` of the slot table (r of them), from ``starts``, ``counts`` tokens each, int32[r].
 
-    def __init__(self, table: SlotTable, rows: Rows, counts: Int32Array) -> None:
+    ``slots`` and ``uids`` [r] are who has the rows. These two, and the columns of ``Samples``, may be shared between plans:
+    they are never written to.
+    """
+
+    def __init__(self, table: SlotTable, rows: Rows, counts: Int32Array, num_tokens: int) -> None:
         self._table = table
-        self.rows = rows
+        self._take_rows(rows)
         self.counts = counts
-        self.slots: Int32Array = table.slot[rows].copy()
-        self.starts: Int32Array = table.planned[rows].copy()
-        self.num_tokens = int(counts.sum())
+        self.num_tokens = num_tokens
         self.admitted: list[NewSequence] = []
         self.grow_slots = NO_INTS
         self.grow_blocks = NO_INTS
+
+    def _take_rows(self, rows: Rows) -> None:
+        table = self._table
+        self.rows = rows
+        if isinstance(rows, slice) and rows.stop == len(table):
+            self.slots, self.uids = table.roster.slots, table.roster.uids
+        else:
+            self.slots, self.uids = table.slot[rows].copy(), table.uid[rows].copy()
+        self.starts: Int32Array = table.planned[rows].copy()
 
     @property
     def num_rows(self) -> int:
@@ -41,20 +52,19 @@ class Draft:
             return
         before, now = len(self._table) - len(admitted), len(self._table)
         if isinstance(self.rows, slice) and self.rows.stop == before:
-            self.rows = slice(0, now)
+            self._take_rows(slice(0, now))
         else:
             own = np.arange(self.num_rows) if isinstance(self.rows, slice) else self.rows
-            self.rows = np.concatenate([own, np.arange(before, now)])
+            self._take_rows(np.concatenate([own, np.arange(before, now)]))
         self.admitted += admitted
         self.counts = np.append(self.counts, np.array(grants, np.int32))
-        self.slots = self._table.slot[self.rows].copy()
-        self.starts = self._table.planned[self.rows].copy()
         self.num_tokens += sum(grants)
 
-    def advance(self, generation: npt.NDArray[np.uint32], block_size: int, step: int) -> BlockFills | None:
-        """The lengths move on; returns the blocks that become full."""
+    def advance(
+        self, ends: Int32Array, generation: npt.NDArray[np.uint32], block_size: int, step: int
+    ) -> BlockFills | None:
+        """The lengths move on to ``ends`` int32[r]; returns the blocks that become full."""
         table = self._table
-        ends = self.starts + self.counts
         table.planned[self.rows] = ends
         table.last_step[self.rows] = step
         return find_fills(self.starts, ends, self.slots, table.block_table, generation, block_size)
@@ -116,15 +126,15 @@ class Samples:
         self.rows = rows
 
     @classmethod
-    def of(cls, table: SlotTable, draft: Draft) -> Samples:
-        """Every row that reaches the end of its tokens is sampled once."""
-        reached = draft.starts + draft.counts == table.expected[draft.rows]
-        per_row = reached.astype(np.int32)
+    def of(cls, table: SlotTable, draft: Draft, ends: Int32Array) -> Samples:
+        """Every row whose end, of ``ends`` int32[r], is the end of its tokens is sampled once."""
+        reached = ends == table.expected[draft.rows]
+        if draft.slots is table.roster.slots and np.count_nonzero(reached) == draft.num_rows:
+            roster = table.roster
+            return cls(roster.ones, roster.rows, draft.slots, draft.uids, draft.rows)
         of_row = reached.nonzero()[0]
-        if len(of_row) == draft.num_rows:
-            return cls(per_row, of_row, draft.slots, table.uid[draft.rows].copy(), draft.rows)
         rows = of_row if isinstance(draft.rows, slice) else draft.rows[of_row]
-        return cls(per_row, of_row, draft.slots[of_row], table.uid[rows], rows)
+        return cls(reached.astype(np.int32), of_row, draft.slots[of_row], draft.uids[of_row], rows)
 
     def insert(self, place: int, rows: list[int], table: SlotTable) -> None:
         """Samples for further ``rows`` of the table, drawn like the one before ``place``."""
@@ -135,6 +145,7 @@ class Samples:
         self.of_row = np.insert(self.of_row, at, row)
         self.slots = np.insert(self.slots, at, table.slot[rows])
         self.uids = np.insert(self.uids, at, table.uid[rows])
+        self.per_row = self.per_row.copy()
         self.per_row[row] += len(rows)
 
     def beams(self, table: SlotTable) -> npt.NDArray[np.bool_] | None:

@@ -20,23 +20,25 @@ RowIndex = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """``rows`` of the slot table compute ``counts`` tokens each.
+    """``rows`` of the slot table compute ``counts`` tokens each, ``num_tokens`` in all.
 
-    ``growing`` rows need ``need`` int32[g] more blocks; ``forked`` rows write into blocks that others may hold and so need
-    ``copies`` blocks in all.
+    ``growing`` rows need ``need`` int32[g] more blocks, ``growth`` in all; ``forked`` rows write into blocks that others may
+    hold and so need ``copies`` blocks in all.
     """
 
     rows: Rows
     counts: Int32Array
+    num_tokens: int
     growing: RowIndex
     need: Int32Array
+    growth: int
     forked: RowIndex
     copies: int
 
     @property
     def num_blocks(self) -> int:
         """Blocks that have to be free."""
-        return int(self.need.sum()) + self.copies
+        return self.growth + self.copies
 
 
 class Granter:
@@ -50,36 +52,40 @@ class Granter:
 
     def propose(self) -> Grant:
         """What running sequences should compute; nothing is changed."""
-        rows, counts = self._share()
+        rows, counts, num_tokens = self._share()
         growing, need = self._growth(rows, counts)
         forked = _pick(rows, self._table.shares_tail[rows].nonzero()[0])
         copies = self._copy_on_write.copies_needed(forked) if len(forked) else 0
-        return Grant(rows, counts, growing, need, forked, copies)
+        return Grant(rows, counts, num_tokens, growing, need, int(need.sum()), forked, copies)
 
     def carry_out(self, grant: Grant) -> Draft:
         """Give the rows their blocks, of which there must be as many free: a plan begins."""
-        draft = Draft(self._table, grant.rows, grant.counts)
-        if len(grant.need):
-            blocks = self._pool.allocate(grant.num_blocks - grant.copies)
+        draft = Draft(self._table, grant.rows, grant.counts, grant.num_tokens)
+        if grant.growth:
+            blocks = self._pool.allocate(grant.growth)
             draft.grow(self._table.grow(grant.growing, grant.need, blocks), blocks)
         if len(grant.forked):
             self._copy_on_write.diverge(grant.forked)
         return draft
 
-    def _share(self) -> tuple[Rows, Int32Array]:
+    def _share(self) -> tuple[Rows, Int32Array, int]:
         table, n = self._table, len(self._table)
         expected = table.expected[:n]
         behind = expected - table.planned[:n]
         # Who has all the tokens it may have waits for its end.
-        behind[expected >= table.max_total[:n]] = 0
+        complete = expected >= table.max_total[:n]
+        if np.count_nonzero(complete):
+            behind[complete] = 0
         if self._config.long_prefill_token_threshold:
             np.minimum(behind, self._config.long_prefill_token_threshold, out=behind)
-        if int(behind.sum()) > self._config.max_num_batched_tokens:
-            behind = _within(behind, self._config.max_num_batched_tokens)
-        if behind.all():
-            return slice(0, n), behind
+        num_tokens = int(behind.sum())
+        if num_tokens > self._config.max_num_batched_tokens:
+            num_tokens = self._config.max_num_batched_tokens
+            behind = _within(behind, num_tokens)
+        if np.count_nonzero(behind) == n:
+            return slice(0, n), behind, num_tokens
         rows = behind.nonzero()[0]
-        return rows, behind[rows]
+        return rows, behind[rows], num_tokens
 
     def _growth(self, rows: Rows, counts: Int32Array) -> tuple[RowIndex, Int32Array]:
         missing: Int32Array = self._table.planned[rows] + counts - self._table.capacity[rows]

@@ -177,6 +177,11 @@ class PrefixCache:
         self._numbers = max(self._numbers, content.number)
         return content.number
 
+    def prepare_names(self) -> None:
+        """Make ready what ``take_names`` is going to say, while there is time."""
+        self._device.prepare_names()
+        self._host.prepare_names()
+
     def take_names(self) -> CacheOffer:
         """What the executor is to know of its pages' content, as a difference to the last call."""
         device, host = self._device.take_names(), self._host.take_names()

@@ -7,17 +7,29 @@ whole arrays without looking anything up; token ids and block tables are large a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.sequence import NO_SLOT, Sequence
+from octavo_shared.plan import NO_INTS, NO_LONGS
 from octavo_shared.records import Int32Array
 
 NO_UID = -1
 # Rows of a step: all of them, or some.
 Rows = slice | npt.NDArray[np.intp]
+
+
+class Roster(NamedTuple):
+    """Who has the rows: ``slots`` and ``uids`` of all n of them, beside ``rows`` 0 … n-1 and n ``ones``. Not to be written to."""
+
+    slots: Int32Array
+    uids: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.intp]
+    ones: Int32Array
 
 
 class SlotTable:
@@ -64,6 +76,7 @@ class SlotTable:
         self.running: list[Sequence] = []
         # Changes whenever somebody comes or goes: rows mean the same as long as it stays.
         self.version = 0
+        self._roster = (-1, Roster(NO_INTS, NO_LONGS, np.arange(0), NO_INTS))
 
     def __len__(self) -> int:
         return len(self.running)
@@ -72,6 +85,18 @@ class SlotTable:
     def num_free(self) -> int:
         """Slots that can be taken."""
         return len(self._free)
+
+    @property
+    def roster(self) -> Roster:
+        """Who has the rows now. As long as ``version`` stays it is the same object, and so costs a step nothing."""
+        version, roster = self._roster
+        if version != self.version:
+            n = len(self.running)
+            roster = Roster(self.slot[:n].copy(), self.uid[:n].copy(), np.arange(n), np.ones(n, np.int32))
+            for column in roster:
+                column.setflags(write=False)
+            self._roster = (self.version, roster)
+        return roster
 
     def row(self, sequence: Sequence) -> int:
         """The row of a running sequence."""
