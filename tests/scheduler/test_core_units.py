@@ -80,7 +80,7 @@ def test_find_fills_like_the_naive_one(block_size: int, rows: list[tuple[int, in
             if position % block_size == block_size - 1:
                 block = int(table[slots[row], position // block_size])
                 expected.append((row, position // block_size, block, int(generation[block])))
-    fills = find_fills(starts, ends, np.array(slots, np.int32), table, generation, block_size)
+    fills = find_fills(np.arange(len(rows)), starts, ends, np.array(slots, np.int32), table, generation, block_size)
     found = (
         []
         if fills is None
@@ -115,7 +115,7 @@ def test_a_slot_is_taken_and_left() -> None:
     # One block for the fifth token of the first; the second has all it needs.
     assert table.blocks_still_needed() == 1
     rows = np.array([table.row(one), table.row(two)])
-    table.append(rows, np.array([one.slot, two.slot], np.int32), np.array([70, 80], np.int32))
+    table.append(rows, np.array([70, 80], np.int32))
     table.last_step[:2] = [8, 9]
     version = table.version
     assert table.leave(one).tolist() == [4, 5]

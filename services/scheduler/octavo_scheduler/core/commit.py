@@ -64,7 +64,7 @@ def commit_tokens(
 ) -> None:
     """Sampled tokens become known: at once for slots still held, one by one for sequences let go meanwhile."""
     if plain and plan.version == table.version:
-        table.append(plan.sample_rows, plan.sample_slots, result.tokens)
+        table.append(plan.sample_rows, result.tokens)
         return
     counts = result.sample_counts
     held = table.uid_of_slot[plan.sample_slots] == plan.sample_uids
@@ -73,8 +73,7 @@ def commit_tokens(
         drawn &= ~plan.beams
     here = held & drawn
     first = np.cumsum(counts) - counts
-    slots = plan.sample_slots[here]
-    table.append(table.row_of_slot[slots], slots, result.tokens[first[here]])
+    table.append(table.row_of_slot[plan.sample_slots[here]], result.tokens[first[here]])
     for sample in (~held & drawn).nonzero()[0].tolist():
         sequence = sequences.get(int(plan.sample_uids[sample]))
         if sequence is not None and sequence.slot == NO_SLOT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,19 +13,50 @@ from octavo_scheduler.core.slots import Rows, SlotTable
 from octavo_shared.plan import NO_INTS, NO_MOVES, CacheOffer, NewSequence, PageMoves, StepPlan
 from octavo_shared.records import Int32Array
 
+RowIndex = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """``rows`` of the slot table compute ``counts`` tokens each, ``num_tokens`` in all, which brings them to ``ends``.
+
+    ``near`` are the places among them of those that come to the end of the blocks they have. ``growing`` rows need ``need`` int32[g] more blocks, ``growth`` in all; ``forked`` rows write into blocks that others may
+    hold and so need ``copies`` blocks in all.
+    """
+
+    rows: Rows
+    counts: Int32Array
+    ends: Int32Array
+    num_tokens: int
+    near: RowIndex
+    growing: RowIndex
+    need: Int32Array
+    growth: int
+    forked: RowIndex
+    copies: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have to be free."""
+        return self.growth + self.copies
+
 
 class Draft:
-    """Rows that compute: ``rows`` of the slot table (r of them), from ``starts``, ``counts`` tokens each, int32[r].
+    """Rows that compute: ``rows`` of the slot table (r of them), ``counts`` tokens each, from ``starts`` to ``ends``, int32[r].
 
     ``slots`` and ``uids`` [r] are who has the rows. These two, and the columns of ``Samples``, may be shared between plans:
     they are never written to.
     """
 
-    def __init__(self, table: SlotTable, rows: Rows, counts: Int32Array, num_tokens: int) -> None:
+    def __init__(self, table: SlotTable, grant: Grant) -> None:
         self._table = table
-        self._take_rows(rows)
-        self.counts = counts
-        self.num_tokens = num_tokens
+        self._take_rows(grant.rows)
+        self.counts = grant.counts
+        self.ends = grant.ends
+        self.starts: Int32Array = grant.ends - grant.counts
+        # Places of the rows that may fill a block.
+        self._near = grant.near
+        self.num_tokens = grant.num_tokens
         self.admitted: list[NewSequence] = []
         self.grow_slots = NO_INTS
         self.grow_blocks = NO_INTS
@@ -35,7 +68,6 @@ class Draft:
             self.slots, self.uids = table.roster.slots, table.roster.uids
         else:
             self.slots, self.uids = table.slot[rows].copy(), table.uid[rows].copy()
-        self.starts: Int32Array = table.planned[rows].copy()
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +82,7 @@ class Draft:
         """Sequences that have just taken the last rows of the table compute as well."""
         if not admitted:
             return
-        before, now = len(self._table) - len(admitted), len(self._table)
+        rows, before, now = self.num_rows, len(self._table) - len(admitted), len(self._table)
         if isinstance(self.rows, slice) and self.rows.stop == before:
             self._take_rows(slice(0, now))
         else:
@@ -58,16 +90,17 @@ class Draft:
             self._take_rows(np.concatenate([own, np.arange(before, now)]))
         self.admitted += admitted
         self.counts = np.append(self.counts, np.array(grants, np.int32))
+        self.starts = self._table.planned[self.rows].copy()
+        self.ends = self.starts + self.counts
+        self._near = np.append(self._near, np.arange(rows, self.num_rows))
         self.num_tokens += sum(grants)
 
-    def advance(
-        self, ends: Int32Array, generation: npt.NDArray[np.uint32], block_size: int, step: int
-    ) -> BlockFills | None:
-        """The lengths move on to ``ends`` int32[r]; returns the blocks that become full."""
+    def advance(self, generation: npt.NDArray[np.uint32], block_size: int, step: int) -> BlockFills | None:
+        """The lengths move on; returns the blocks that become full."""
         table = self._table
-        table.planned[self.rows] = ends
+        table.planned[self.rows] = self.ends
         table.last_step[self.rows] = step
-        return find_fills(self.starts, ends, self.slots, table.block_table, generation, block_size)
+        return find_fills(self._near, self.starts, self.ends, self.slots, table.block_table, generation, block_size)
 
     def build(
         self,
@@ -126,9 +159,9 @@ class Samples:
         self.rows = rows
 
     @classmethod
-    def of(cls, table: SlotTable, draft: Draft, ends: Int32Array) -> Samples:
-        """Every row whose end, of ``ends`` int32[r], is the end of its tokens is sampled once."""
-        reached = ends == table.expected[draft.rows]
+    def of(cls, table: SlotTable, draft: Draft) -> Samples:
+        """Every row that reaches the end of its tokens is sampled once."""
+        reached = draft.ends == table.expected[draft.rows]
         if draft.slots is table.roster.slots and np.count_nonzero(reached) == draft.num_rows:
             roster = table.roster
             return cls(roster.ones, roster.rows, draft.slots, draft.uids, draft.rows)

@@ -301,10 +301,9 @@ class Scheduler:
         """Make the plan final: lengths move on, and what its result will mean is remembered."""
         table, size = self.table, self.config.block_size
         self.step += 1
-        ends = draft.starts + draft.counts
-        samples = Samples.of(table, draft, ends)
+        samples = Samples.of(table, draft)
         forks, late = fork_followers(self, draft, samples)
-        fills = draft.advance(ends, self.pool.generation, size, self.step)
+        fills = draft.advance(self.pool.generation, size, self.step)
         beams = samples.beams(table) if len(self.beams) else None
         samples.advance(table, self.step, beams)
         prompt_tokens = self._note_chunks(draft)

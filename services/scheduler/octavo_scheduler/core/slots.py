@@ -65,12 +65,15 @@ class SlotTable:
             self.found,
         ) = self._columns
         self.uid: npt.NDArray[np.int64] = np.full(slots, NO_UID, np.int64)  # [S] by row
+        # Where the row's tokens begin in all of them.
+        self._origin: npt.NDArray[np.intp] = np.zeros(slots, np.intp)  # [S] by row
         # The last plan that names the row.
         self.last_step: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # [S] by row
         self.uid_of_slot: npt.NDArray[np.int64] = np.full(slots, NO_UID, np.int64)  # [S]
         self.row_of_slot: npt.NDArray[np.intp] = np.zeros(slots, np.intp)  # [S]
         # np.empty touches no memory: pages of these tables become resident only where tokens really are.
         self.tokens: Int32Array = np.empty((slots, config.max_model_len), np.int32)  # [S, L] by slot
+        self._all_tokens: Int32Array = self.tokens.reshape(-1)  # [S * L]
         self.block_table: Int32Array = np.empty((slots, config.max_blocks_per_seq), np.int32)  # [S, B] by slot
         self._free = list(range(slots - 1, -1, -1))
         self.running: list[Sequence] = []
@@ -128,6 +131,7 @@ class SlotTable:
         )
         self.uid[row] = self.uid_of_slot[slot] = sequence.uid
         self.last_step[row] = 0
+        self._origin[row] = slot * self.tokens.shape[1]
         self.row_of_slot[slot] = row
         self.tokens[slot, :count] = sequence.tokens
         self.block_table[slot, : len(blocks)] = blocks
@@ -147,6 +151,7 @@ class SlotTable:
         self._columns[:, row:last] = self._columns[:, row + 1 : last + 1]
         self.uid[row:last] = self.uid[row + 1 : last + 1]
         self.last_step[row:last] = self.last_step[row + 1 : last + 1]
+        self._origin[row:last] = self._origin[row + 1 : last + 1]
         self.row_of_slot[self.slot[row:last]] -= 1
         self.uid_of_slot[slot] = self.uid[last] = NO_UID
         del self.running[row]
@@ -154,9 +159,10 @@ class SlotTable:
         self.version += 1
         return blocks
 
-    def append(self, rows: Rows, slots: Int32Array, tokens: Int32Array) -> None:
-        """One more known token for each of different rows: the rows, their slots int32[n], the tokens int32[n]."""
-        self.tokens[slots, self.known[rows]] = tokens
+    def append(self, rows: Rows, tokens: Int32Array) -> None:
+        """One more known token for each of n different rows: int32[n]."""
+        # With one index instead of two numpy takes half the time.
+        self._all_tokens[self._origin[rows] + self.known[rows]] = tokens
         self.known[rows] += 1
 
     def grow(self, rows: npt.NDArray[np.intp], need: Int32Array, blocks: Int32Array) -> Int32Array:
@@ -205,6 +211,8 @@ class SlotTable:
         planned, expected, known = self.planned[:n], self.expected[:n], self.known[:n]
         if (planned > self.capacity[:n]).any() or (planned > expected).any():
             raise IntegrityError("a sequence runs ahead of its blocks or tokens")
+        if (self.capacity[:n] - planned >= self._block_size).any():
+            raise IntegrityError("a sequence has a block before it needs it")
         if (expected > self.max_total[:n]).any() or (known > expected).any():
             raise IntegrityError("a sequence was planned past its length, or knows more tokens than were planned")
         taken = self.slot[:n].tolist()
