@@ -211,8 +211,6 @@ class SlotTable:
         planned, expected, known = self.planned[:n], self.expected[:n], self.known[:n]
         if (planned > self.capacity[:n]).any() or (planned > expected).any():
             raise IntegrityError("a sequence runs ahead of its blocks or tokens")
-        if (self.capacity[:n] - planned >= self._block_size).any():
-            raise IntegrityError("a sequence has a block before it needs it")
         if (expected > self.max_total[:n]).any() or (known > expected).any():
             raise IntegrityError("a sequence was planned past its length, or knows more tokens than were planned")
         taken = self.slot[:n].tolist()
