@@ -48,10 +48,6 @@ class BlockHasher:
         size = self.block_size * 4
         data = tokens[known * self.block_size : num_blocks * self.block_size].tobytes()
         parent = chain[-1] if chain else self.start(root)
-        fresh = self._keyed.copy
         for start in range(0, len(data), size):
-            # ``follow``, without the call: a long prompt has hundreds of blocks.
-            state = fresh()
-            state.update(parent + data[start : start + size])
-            parent = state.digest()
+            parent = self.follow(parent, data[start : start + size])
             chain.append(parent)
