@@ -102,6 +102,32 @@ def write(path: Path, results: Sequence[Result]) -> None:
         )
 
 
+def read_rows(path: Path) -> list[Result]:
+    """What the CSV beside a document holds; nothing if there is none."""
+    path = path.with_suffix(".csv")
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [_row(row) for row in csv.DictReader(file)]
+
+
+def _row(row: dict[str, str]) -> Result:
+    return Result(
+        *(row["group"], row["variant"], row["target"]),
+        *(int(row["registers"]), int(row["spilled_bytes"]), int(row["shared_bytes"]), int(row["blocks"])),
+        *(row["matrix"], int(row["async_loads"]), int(row["instructions"]), int(row["loop_instructions"])),
+        *(float(row["issue_share"]) if row["issue_share"] else None, float(row["bytes_"]), float(row["flops"])),
+        *(float(row["floor_s"]), float(row["floor_h100_s"]), row["bound"]),
+        tuple(row["faults"].split("; ")) if row["faults"] else (),
+    )
+
+
+def merged(new: Iterable[Result], old: Iterable[Result], pairs: Iterable[tuple[str, str, str]]) -> list[Result]:
+    """Results of ``pairs`` (group, variant, target) in their order: the ``new`` one, or else the ``old`` one, if any."""
+    found = {(result.group, result.variant, result.target): result for result in (*old, *new)}
+    return [found[pair] for pair in pairs if pair in found]
+
+
 def floor_on_h100(bytes_: float, flops: float) -> float:
     """Seconds that no version can beat on an H100."""
     return max(bytes_ / H100_BYTES_PER_S, flops / TARGETS["sm_90"].matrix_flops_per_s)
