@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from octavo_kernels.triton.aot.targets import H100_BYTES_PER_S, TARGETS
 
@@ -112,14 +113,22 @@ def read_rows(path: Path) -> list[Result]:
 
 
 def _row(row: dict[str, str]) -> Result:
-    return Result(
-        *(row["group"], row["variant"], row["target"]),
-        *(int(row["registers"]), int(row["spilled_bytes"]), int(row["shared_bytes"]), int(row["blocks"])),
-        *(row["matrix"], int(row["async_loads"]), int(row["instructions"]), int(row["loop_instructions"])),
-        *(float(row["issue_share"]) if row["issue_share"] else None, float(row["bytes_"]), float(row["flops"])),
-        *(float(row["floor_s"]), float(row["floor_h100_s"]), row["bound"]),
-        tuple(row["faults"].split("; ")) if row["faults"] else (),
-    )
+    values: dict[str, Any] = dict(row)
+    for name in (
+        "registers",
+        "spilled_bytes",
+        "shared_bytes",
+        "blocks",
+        "async_loads",
+        "instructions",
+        "loop_instructions",
+    ):
+        values[name] = int(row[name])
+    for name in ("bytes_", "flops", "floor_s", "floor_h100_s"):
+        values[name] = float(row[name])
+    values["issue_share"] = float(row["issue_share"]) if row["issue_share"] else None
+    values["faults"] = tuple(row["faults"].split("; ")) if row["faults"] else ()
+    return Result(**values)
 
 
 def merged(new: Iterable[Result], old: Iterable[Result], pairs: Iterable[tuple[str, str, str]]) -> list[Result]:
