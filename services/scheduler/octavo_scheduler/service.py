@@ -32,6 +32,7 @@ from octavo_scheduler.observe import Observer
 from octavo_scheduler.reading import read_request, remains_of, why_unservable
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
+from octavo_scheduler.step_times import StepTimes
 from octavo_scheduler.trials import Trials
 from octavo_shared.entries import MalformedEntryError, encode_fences
 from octavo_shared.fold import FenceEvent
@@ -45,6 +46,8 @@ from octavo_shared.wire import FromScheduler, Heartbeat, Logged
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+# Executors whose steps are remembered after they have left.
+MOST_TIMES_KEPT = 256
 
 
 class SchedulerService:
@@ -89,6 +92,8 @@ class SchedulerService:
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
         self._epoch = 0
+        # What is known of the steps of executors, by their names, the last one heard of last.
+        self._times: dict[str, StepTimes] = {}
         self._hash_key = secrets.token_bytes(16)
         self._background: set[asyncio.Task[None]] = set()
 
@@ -302,7 +307,7 @@ class SchedulerService:
     ) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
         self._epoch += 1
-        return Engine(
+        engine = Engine(
             info,
             self.settings,
             term=self.term,
@@ -312,6 +317,12 @@ class SchedulerService:
             restart=restart,
             hang_up=hang_up,
         )
+        # Steps of an executor of this name took as long before, most likely.
+        engine.times = self._times.pop(info.name, engine.times)
+        self._times[info.name] = engine.times
+        while len(self._times) > MOST_TIMES_KEPT:
+            del self._times[next(iter(self._times))]
+        return engine
 
     def adopt(self, engine: Engine, offers: list[CacheOffer]) -> None:
         """What an executor's pages hold since an earlier term is found again, if it is beyond doubt."""
