@@ -585,7 +585,7 @@ def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
             # Once it is known what steps take, a hanging one is noticed at once, and a long one is not taken for one.
             engine._steps_here = 100
             for _ in range(100):
-                engine.times.observe(100, 1, 0.01)
+                engine.times.observe(10, 1, 0.01)
             assert engine.is_making_progress(now + SLOW.least_s - 1)
             assert not engine.is_making_progress(now + SLOW.least_s + 1)
             assert "were expected" in engine.stalled(now + STUCK.least_s + 1, STUCK)

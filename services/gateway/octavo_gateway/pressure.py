@@ -171,7 +171,7 @@ class Pressure:
                 f"limit is {limits.max_queued_tokens}. Please retry in {retry_s} s.",
                 retry_s,
             )
-        if not limits.max_queue_wait_s or not limits.prompt_token_s:
+        if not limits.max_queue_wait_s or not limits.step_s:
             return None
         wait_s = self._wait_s(limits)
         if wait_s <= limits.max_queue_wait_s and (
@@ -192,7 +192,8 @@ class Pressure:
         if not limits.max_ttft_ratio:
             return True
         alone_s = self._overhead_s + self._alone_s(limits, tokens)
-        first_s = self._overhead_s + wait_s + (PLANS_BEFORE + 1) * limits.step_s + tokens * limits.prompt_token_s
+        prompt_s = limits.prompt_s + tokens * limits.prompt_token_s
+        first_s = self._overhead_s + wait_s + (PLANS_BEFORE + 1) * limits.step_s + prompt_s
         if first_s <= limits.max_ttft_ratio * alone_s:
             return True
         # Beside others even a few steps may take longer than a short prompt does alone. Of those, one at a time is let in as
@@ -202,7 +203,7 @@ class Pressure:
     @staticmethod
     def _alone_s(limits: ModelLimits, tokens: int) -> float:
         """Seconds that executors take to the first output of a prompt when nothing else runs."""
-        return limits.lone_step_s + tokens * limits.prompt_token_s
+        return limits.lone_step_s + limits.prompt_s + tokens * limits.prompt_token_s
 
     def _ahead(self, limits: ModelLimits) -> int:
         """Prompt tokens to be computed before a newcomer's: of this gateway as of now, of others as the scheduler has said."""

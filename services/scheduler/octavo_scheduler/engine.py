@@ -63,7 +63,7 @@ class Patience:
 
 # Who makes others wait longer does not count as ready; gateways hear of it within a second more. The longest honest steps are
 # whole-budget prefills on a slow CPU, and the first ones of a process.
-SLOW = Patience(3.0, 8.0, 60.0)
+SLOW = Patience(2.5, 8.0, 60.0)
 # Without --step-timeout-s: who makes others wait longer is let go.
 STUCK = Patience(30.0, 20.0, 300.0)
 
@@ -77,6 +77,14 @@ class Restart(Protocol):
 
     def __call__(self, why: str, *, blame: bool = True) -> None:
         """``blame``: what it was computing may be the cause."""
+        ...
+
+
+class HangUp(Protocol):
+    """Ends the call with an executor that is lost."""
+
+    def __call__(self, why: str, *, stuck: bool = False) -> None:
+        """``stuck``: it speaks, but does not come out of its step."""
         ...
 
 
@@ -109,7 +117,7 @@ class Engine:
         hash_key: bytes,
         send: Callable[[FromScheduler], None],
         restart: Restart,
-        hang_up: Callable[[str], None],
+        hang_up: HangUp,
     ) -> None:
         self.info = info
         self.restart = restart

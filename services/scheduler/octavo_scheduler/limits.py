@@ -54,6 +54,7 @@ def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engin
         expected_outputs=backlog.lengths.curve(),
         prompt_token_s=sum(one.prompt_token_s for one in times) / count,
         step_s=next_one.next_step_s if next_one is not None and next_one.times.knows else 0.0,
+        prompt_s=sum(one.prompt_s for one in times) / count,
         lone_step_s=sum(one.decode_s(1) for one in times) / count,
         slot_wait_s=next_one.slot_wait_s if next_one is not None else 0.0,
         prompts_ahead=backlog.prompts_ahead(progress),

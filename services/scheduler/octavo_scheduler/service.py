@@ -24,7 +24,7 @@ from octavo_scheduler.backlog import Backlog
 from octavo_scheduler.core.adoption import DoubtfulError
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.deadlines import Deadlines
-from octavo_scheduler.engine import Engine, Restart
+from octavo_scheduler.engine import Engine, HangUp, Restart
 from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
@@ -303,7 +303,7 @@ class SchedulerService:
         info: ExecutorInfo,
         send: Callable[[FromScheduler], None],
         restart: Restart,
-        hang_up: Callable[[str], None],
+        hang_up: HangUp,
     ) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
         self._epoch += 1

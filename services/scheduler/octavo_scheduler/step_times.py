@@ -1,56 +1,77 @@
 """How long an executor's steps last, learned from those it has done: what waiting costs, and when a step is stuck.
 
-A step that computes no prompt lasts ``base + per_sequence * sequences``; each prompt token adds to that. Everything here is
-pure bookkeeping in constant time per step.
+A step that only decodes lasts ``base + slope * sequences``; one that computes prompts lasts longer by ``base + slope * tokens``
+of their own. Everything here is pure bookkeeping in constant time per step.
 """
 
 from __future__ import annotations
 
 # Steps of a kind after which an observation has lost all but 1/e of its weight.
 MEMORY = 200.0
-# So many steps, and so many prompt tokens in them, tell what others will take.
+# So many steps, and so many of them with a prompt, tell what others will take. The first ones with a prompt say nothing: much
+# is done in them for the first time.
 ENOUGH_STEPS = 16
-ENOUGH_PROMPT_TOKENS = 32
+ENOUGH_PROMPTS = 3
+WARM_UP_PROMPTS = 2
 # A step that lasts longer than so many times what was expected says more of the machine than of steps.
 MOST_TIMES = 10.0
 _FADE = 1.0 - 1.0 / MEMORY
 
 
+class _Line:
+    """A line through points that fade, by least squares, never falling and never below 0.
+
+    ``spread``: points that differ by less than about this in x tell nothing of the slope, which is then taken to be less.
+    """
+
+    def __init__(self, spread: float) -> None:
+        self._noise = spread * spread
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.base = self.slope = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        """A point."""
+        self._weight = self._weight * _FADE + 1.0
+        self._x = self._x * _FADE + x
+        self._y = self._y * _FADE + y
+        self._xx = self._xx * _FADE + x * x
+        self._xy = self._xy * _FADE + x * y
+        x, y = self._x / self._weight, self._y / self._weight
+        slope = (self._xy / self._weight - x * y) / (self._xx / self._weight - x * x + self._noise)
+        self.slope = min(max(slope, 0.0), self.ratio)
+        self.base = max(y - self.slope * x, 0.0)
+
+    @property
+    def ratio(self) -> float:
+        """Mean y over mean x."""
+        return max(self._y, 0.0) / self._x if self._x else 0.0
+
+    def at(self, x: float) -> float:
+        """What is expected at ``x``."""
+        return self.base + self.slope * x
+
+
 class StepTimes:
-    """Two least-squares fits: of steps that only decode over their sequences, and of what is beyond that over prompt tokens."""
+    """What is known of one executor's steps."""
 
     def __init__(self) -> None:
-        # Over steps without a prompt: weight, sequences, seconds, sequences squared, sequences times seconds.
-        self._weight = self._sum_n = self._sum_s = self._sum_nn = self._sum_ns = 0.0
-        # Over steps with one: prompt tokens, and the seconds that they took.
-        self._prompt_tokens = self._prompt_s = 0.0
+        self._decode = _Line(1.0)
+        self._prompt = _Line(16.0)
         # Prompt tokens of sequences that were given a slot, and how many of them were not in the cache.
         self._looked_up = self._missed = 0.0
-        self.steps = 0
-        self.prompt_tokens = 0
-        self._base_s = self._per_sequence_s = 0.0
+        self._steps = self._prompts = 0
 
     def observe(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step that drew tokens of ``sequences`` and computed ``prompt_tokens`` took so long."""
         if self.knows:
             seconds = min(seconds, MOST_TIMES * self.expected_s(prompt_tokens, sequences))
-        self.steps += 1
-        self.prompt_tokens += prompt_tokens
-        if prompt_tokens:
-            self._prompt_tokens = self._prompt_tokens * _FADE + prompt_tokens
-            self._prompt_s = self._prompt_s * _FADE + seconds - self.decode_s(sequences)
+        self._steps += 1
+        if not prompt_tokens:
+            self._decode.observe(sequences, seconds)
             return
-        self._weight = self._weight * _FADE + 1.0
-        self._sum_n = self._sum_n * _FADE + sequences
-        self._sum_s = self._sum_s * _FADE + seconds
-        self._sum_nn = self._sum_nn * _FADE + sequences * sequences
-        self._sum_ns = self._sum_ns * _FADE + sequences * seconds
-        mean_n, mean_s = self._sum_n / self._weight, self._sum_s / self._weight
-        # Batches that never differ tell nothing of what one more costs: the 1.0 keeps their noise out.
-        variance = self._sum_nn / self._weight - mean_n * mean_n + 1.0
-        slope = (self._sum_ns / self._weight - mean_n * mean_s) / variance
-        self._per_sequence_s = min(max(slope, 0.0), mean_s / max(mean_n, 1.0))
-        self._base_s = mean_s - self._per_sequence_s * mean_n
+        self._prompts += 1
+        if self._prompts > WARM_UP_PROMPTS:
+            self._prompt.observe(prompt_tokens, seconds - self._decode.at(sequences))
 
     def observe_lookup(self, num_tokens: int, cached_tokens: int) -> None:
         """A sequence of ``num_tokens`` got a slot; ``cached_tokens`` of them need not be computed."""
@@ -60,22 +81,23 @@ class StepTimes:
     @property
     def knows(self) -> bool:
         """Enough was seen to foretell other steps."""
-        return self.steps >= ENOUGH_STEPS and self.prompt_tokens >= ENOUGH_PROMPT_TOKENS
-
-    @property
-    def computed_token_s(self) -> float:
-        """Seconds that computing a prompt token takes; 0 while nothing was seen."""
-        return max(self._prompt_s, 0.0) / self._prompt_tokens if self._prompt_tokens else 0.0
+        return self._steps >= ENOUGH_STEPS and self._prompts >= WARM_UP_PROMPTS + ENOUGH_PROMPTS
 
     @property
     def prompt_token_s(self) -> float:
-        """Seconds that a prompt token takes on average, those found in the cache counted in."""
-        return self.computed_token_s * (self._missed / self._looked_up if self._looked_up else 1.0)
+        """Seconds that one more prompt token takes, those found in the cache counted in."""
+        return self._prompt.slope * (self._missed / self._looked_up if self._looked_up else 1.0)
+
+    @property
+    def prompt_s(self) -> float:
+        """Seconds that a step takes longer for having a prompt at all."""
+        return self._prompt.base
 
     def decode_s(self, sequences: int) -> float:
         """Seconds that a step of so many sequences takes when it computes no prompt; 0 while none was seen."""
-        return self._base_s + self._per_sequence_s * sequences
+        return self._decode.at(sequences)
 
     def expected_s(self, prompt_tokens: int, sequences: int) -> float:
-        """Seconds that a step is expected to take."""
-        return self.decode_s(sequences) + self.computed_token_s * prompt_tokens
+        """Seconds that a step is expected to take, rather too many than too few."""
+        prompt_s = max(self._prompt.at(prompt_tokens), self._prompt.ratio * prompt_tokens) if prompt_tokens else 0.0
+        return self._decode.at(sequences) + prompt_s

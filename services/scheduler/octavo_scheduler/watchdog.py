@@ -42,6 +42,6 @@ class Watchdog:
             elif reason := engine.stalled(now_s, self._patience):
                 self._service.metrics.count_let_go("stalled")
                 if engine.step_s:
-                    engine.hang_up(f"gets nowhere: {reason}")
+                    engine.hang_up(f"gets nowhere: {reason}", stuck=True)
                 else:
                     engine.restart(f"it gets nowhere: {reason}")
