@@ -158,6 +158,8 @@ class Pressure:
             if not self._overloaded_s and (wait_s := self._wait_s(limits)) > limits.max_queue_wait_s > 0:
                 logger.warning("overload: a request would have to wait for %.1f s", wait_s)
                 self._overloaded_s = time.monotonic()
+                # How many came before says nothing of how many may come from now on.
+                self._came = self._refused = 1.0
             raise error
 
     def _why_not(self, work: int, tokens: int) -> ApiError | None:
