@@ -542,7 +542,7 @@ def test_a_broken_core_is_noticed_when_idle_and_replaced(valkey: str, tmp_path: 
         async with stage.executor() as executor:
             await stage.admit(1)
             await executor.work(2)
-            stage.service.engines[0].core.pool.acquire([15])
+            stage.service.engines[0].core.pool.acquire(np.array([15], np.int32))
             await executor.work(2)
 
             async def replaced() -> bool:
