@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events
+from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events, second_gateway
 from log_server import LogServer
 from test_gateway_resume import TEXT, told
 
 from octavo_gateway.tokenizer import ModelTokenizer
 from octavo_shared.entries import encode_fences
 from octavo_shared.fold import FenceEvent
-from octavo_shared.ids import Attempt
+from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.streams import Streams
 
 BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
@@ -109,5 +110,40 @@ def test_what_was_sent_and_comes_back_otherwise_is_an_error(tmp_path: Path, toke
             events = read_events("".join(parts))
             assert sum("could not be restored" in event.data for event in events) == 1
             assert events[-1].data == "[DONE]"
+    finally:
+        redis.stop()
+
+
+def test_who_has_come_last_stays_the_owner(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    """Else an abort of the one before would count, and the lease of a gateway that does not matter any more."""
+    redis = server(tmp_path, "no")
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+
+    async def owner(stage: Stage) -> tuple[int, str] | None:
+        streams = Streams.connect(redis.url, "m")
+        try:
+            return (await streams.owners([RequestId(stage.server.gateway.reader.incarnation, 1)]))[0]
+        finally:
+            await streams.close()
+
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage, second_gateway(stage) as other:
+            stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+            with reading(stage) as (parts, _):
+                (event, *_) = read_events("".join(parts).rpartition("\n\n")[0] + "\n\n")
+                name = json.loads(event.data)["id"]
+                headers = {"Last-Event-ID": event.id}
+                with other.client.stream("GET", f"/v1/streams/{name}", headers=headers, timeout=60) as answer:
+                    assert answer.status_code == 200
+                    before = asyncio.run(owner(stage))
+                    assert before is not None
+                    assert before[1] == other.server.gateway.reader.incarnation
+                    redis.stop()
+                    redis.start()
+                    eventually(lambda: asyncio.run(owner(stage)) == before, "it has said so again")
+                    with Engine(redis.url, "m", takes_over=True) as engine:
+                        engine.reply = lambda record, choice: Reply(ids)
+                        assert "[DONE]" in answer.read().decode()
     finally:
         redis.stop()
