@@ -103,12 +103,7 @@ class LogFollower:
     async def _recover(self) -> None:
         """Say again what is owed, what was delivered (the scheduler sees the one only after the other) and who follows it."""
         for record in self._owed():
-            serial = record.id.serial
-            states = [
-                self._fold.choices[serial, index].snapshot(serial, index)
-                for index in range(record.n)
-                if (serial, index) in self._fold.choices
-            ]
+            states = list(self._fold.snapshots(record.id.serial))
             snapshot = encode_snapshot(states) if states else b""
             await self._streams.readmit(replace(record, readmitted=True), snapshot)
         for watcher in self.watchers:
