@@ -129,6 +129,27 @@ def test_work_is_owed_until_it_is_done() -> None:
     assert backlog.queued_tokens(running) == 0
 
 
+def test_prompts_ahead_are_those_not_computed_yet_by_log() -> None:
+    backlog = Backlog()
+    for serial in (1, 2):
+        backlog.add(request(serial, n=serial, max_tokens=10))
+    other = RequestRecord(RequestId("other", 1), 0, np.zeros(30, np.int32), SamplingParams(max_tokens=4))
+    backlog.add(other)
+    assert backlog.prompts_ahead([]) == {LOG: 200, "other": 30}
+    running = [
+        Progress(RequestId(LOG, 1), 100, 60),
+        Progress(RequestId(LOG, 2), 100, 80),
+        Progress(RequestId(LOG, 2), 100, 70),
+        Progress(other.id, 30, 32),
+    ]
+    assert backlog.prompts_ahead(running) == {LOG: 60}
+    for serial in (1, 2):
+        backlog.choice_ended(RequestId(LOG, serial))
+    assert backlog.prompts_ahead([]) == {"other": 30}
+    backlog.choice_ended(other.id)
+    assert backlog.prompts_ahead([]) == {}
+
+
 # --- what gateways are told -------------------------------------------------------------------------------------------
 
 
