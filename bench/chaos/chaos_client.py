@@ -35,7 +35,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Told:
-    """All of one answer. ``heard_s``: when something was heard (monotonic); ``failure``: why there is no answer."""
+    """All of one answer. ``heard_s``: when something was heard (monotonic); ``failure``: why there is no answer; ``ended_s``: 0
+    until nobody waits for it any more."""
 
     job: Job
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Told:
     done: int = 0
     failure: str = ""
     began_s: float = 0.0
+    ended_s: float = 0.0
     heard_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     # What clients had been told when their connection broke and they began again.
@@ -95,12 +97,15 @@ class Clients:
         self.told: list[Told] = []
         self._watching: list[asyncio.Task[None]] = []
 
-    async def play(self, jobs: list[Job], at_once: int) -> list[Told]:
-        """Play all jobs; what clients were told, by job."""
+    async def play(self, jobs: list[Job], at_once: int, due: Callable[[], int] | None = None) -> list[Told]:
+        """Play all jobs, so many at once and no more than ``due`` says; what clients were told, by job."""
         queue = list(reversed(jobs))
 
         async def client() -> None:
             while queue:
+                if due is not None and len(self.told) >= due():
+                    await asyncio.sleep(0.02)
+                    continue
                 told = Told(queue.pop(), began_s=time.monotonic())
                 self.told.append(told)
                 try:
@@ -108,6 +113,7 @@ class Clients:
                         await self._ask(told)
                 except TimeoutError:
                     told.failure = f"no end within {PATIENCE_S:g} s"
+                told.ended_s = time.monotonic()
 
         await asyncio.gather(*(client() for _ in range(at_once)))
         await asyncio.gather(*self._watching)

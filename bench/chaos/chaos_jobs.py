@@ -101,7 +101,7 @@ def make_jobs(count: int, seed: int) -> list[Job]:
 def _make_job(index: int, rng: random.Random, beginnings: list[str]) -> Job:
     kind = list(_KINDS)[index % len(_KINDS)]
     prompt = rng.choice(beginnings) + " " + " ".join(rng.choices(_WORDS, k=rng.randint(0, 10)))
-    body: dict[str, Any] = {"model": "chaos", "max_tokens": 8 + rng.randrange(64), "seed": rng.randrange(1 << 62)}
+    body: dict[str, Any] = {"model": "chaos", "max_tokens": 8 + rng.randrange(280), "seed": rng.randrange(1 << 62)}
     body |= _KINDS[kind](rng)
     path = COMPLETIONS
     if kind != "logprobs" and rng.random() < 0.3:
