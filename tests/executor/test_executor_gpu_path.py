@@ -86,7 +86,7 @@ def test_a_warm_up_fills_a_step_and_leaves_nothing(folder: Path, device: LateDev
     runner._model.forward = lambda n, bounds=None: (rows.append(n), forward(n, bounds))[1]  # type: ignore[method-assign]
     runner.warm_up()
     # 128 tokens are 21 for each of 6 sequences.
-    assert rows == [126, 6, 1]
+    assert rows == [126, 6, 1, 1]
     assert not runner.state.live.any()
     expected = make_runner(folder)
     prompt = random_tokens(9, 3)
@@ -109,7 +109,7 @@ def test_a_warm_up_has_a_long_sequence_where_there_can_be_one() -> None:
         rows.append((len(plan.row_slots), int(plan.row_starts[0]), int(plan.row_tokens[0])))
         needed = state.num_computed[plan.row_slots]
         assert (state.table_len[plan.row_slots] * 16 >= needed).all()
-    assert rows == [(4, 0, 375), (4, 375, 1), (1, 376, 1), (1, 0, 1024), (1, 1024, 1)]
+    assert rows == [(4, 0, 375), (4, 375, 1), (1, 376, 1), (1, 0, 1), (1, 0, 1024), (1, 1024, 1)]
 
 
 def test_graphs_by_number_of_rows() -> None:

@@ -134,7 +134,7 @@ def test_noise(valkey: str, tmp_path: Path, seed: int, caplog: pytest.LogCapture
             for serial in served:
                 assert await stage.fold(serial) == ([100, 101, 102, 103], EndReason.LENGTH)
             assert len(stage.service.live) == 0
-            assert not stage.service.entries_in_hand()
+            assert not stage.service.pending.in_hand()
             (engine,) = stage.service.engines
             assert engine.core.num_running + engine.core.num_waiting == 0
             engine.core.check_integrity()

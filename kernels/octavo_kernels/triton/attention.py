@@ -238,7 +238,7 @@ class PagedAttention:
             self._partial_rows,
             SMALL_N=small_n,
             LARGE_N=large_n,
-            BLOCK_S=min(1024, power_of_two(max(16, num_seqs))),
+            BLOCK_S=min(1024, power_of_two(max(16, self._max_seqs))),
             num_warps=1,
         )
         if self._current is not None:

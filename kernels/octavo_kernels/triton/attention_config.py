@@ -129,6 +129,9 @@ def large_tiles(shape: AttentionShape, dtype: torch.dtype, page_dtype: torch.dty
     registers = None
     if _runs_in_pairs(shape, dtype, page_dtype, gpu):
         rows, keys, warps, registers = 128, 4096 // width, 8, 128
+    elif page_dtype == torch.int8 and shape.head_dim < width == 128 and gpu.has_tensor_memory:
+        # Masked loads and scales beside widened numbers are too much for 128 rows: two blocks of 64.
+        rows, keys, warps = 64, 64, 4
     rows = max(small_rows(shape), rows)
     fixed_bytes = rows * width * dtype.itemsize + 4096
     # Bytes are widened through registers: another buffer on its way would cost those of a larger tile.

@@ -126,7 +126,7 @@ def _ready(head_ptr, live, norm_ptr, eps, angles, HALF: tl.constexpr, D: tl.cons
     return parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def cache_kernel(
     qkv_ptr,  # [T, (Hq + 2 Hk) D], rows qkv_stride apart; its queries are changed in place
     positions_ptr,  # int32[T]

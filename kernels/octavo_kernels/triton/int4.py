@@ -76,7 +76,7 @@ def _codes(packed, zero, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def int4_linear_kernel(
     x_ptr,  # [T, K], rows x_stride apart
     packed_ptr,  # uint8[N, K / 2], contiguous
@@ -120,7 +120,7 @@ def int4_linear_kernel(
     tl.store(sums_ptr + at, total, known[:, None] & live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def int4_sum_kernel(
     sums_ptr,  # float32[parts, T, N], contiguous
     bias_ptr,  # [N] or None

@@ -72,7 +72,7 @@ def _product(x, y, WIDEN: tl.constexpr):
     return tl.dot(x, y, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
     x_ptr,  # [T, K], rows x_stride apart
     down_ptr,  # [A, r, K], contiguous
@@ -107,18 +107,18 @@ def shrink_kernel(
         tl.store(low_ptr + at, low, (token >= 0)[:, None] & (row < rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
-    low_ptr,  # float32[parts, T, r], parts part_stride and rows low_stride apart
+    low_ptr,  # float32[parts, T, r], rows low_stride apart, parts T times that
     up_ptr,  # [A, N, r], contiguous
     scale_ptr,  # float32[A]
     tokens_ptr,  # int32[G, TOKENS]
     adapters_ptr,  # int32[G]
     out_ptr,  # [T, N], rows out_stride apart, changed in place
     parts,
+    num_tokens,  # T
     features,  # N
     rank,  # r
-    part_stride,
     low_stride,
     out_stride,
     TOKENS: tl.constexpr,
@@ -135,7 +135,7 @@ def expand_kernel(
         live, within = (token >= 0)[:, None], (row < rank)[None, :]
         low = tl.zeros([TOKENS, RANK], tl.float32)
         for part in range(parts):
-            at = part * part_stride + token[:, None] * low_stride + row[None, :]
+            at = (part * num_tokens + token[:, None]) * low_stride + row[None, :]
             low += tl.load(low_ptr + at, live & within, 0.0)
         feature = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
         inside = feature < features
@@ -174,14 +174,15 @@ def expand(low: Tensor, up: Tensor, scale: Tensor, tiles: LoraTiles, out: Tensor
     (parts, count, rank), features = low.shape, out.shape[1]
     if rank > MAX_RANK:
         raise ValueError(f"a rank of {rank}; adapters have at most {MAX_RANK}")
-    if up.shape[1:] != (features, rank) or not up.is_contiguous() or low.stride(2) != 1 or out.stride(1) != 1:
+    columns = low.stride(2) == out.stride(1) == 1 and low.stride(0) == max(1, count) * low.stride(1)
+    if up.shape[1:] != (features, rank) or not up.is_contiguous() or not columns:
         raise ValueError(
             f"adapters {tuple(up.shape)} and out {tuple(out.shape)} do not fit or do not lie as they should"
         )
     if count and len(tiles.adapters):
         expand_kernel[(len(tiles.adapters), triton.cdiv(features, SPAN))](
-            *(low, up, scale, tiles.tokens, tiles.adapters, out, parts, features, rank),
-            *(low.stride(0), low.stride(1), out.stride(0)),
+            *(low, up, scale, tiles.tokens, tiles.adapters, out, parts, count, features, rank),
+            *(low.stride(1), out.stride(0)),
             **_sizes(rank),
             SPAN=SPAN,
             num_warps=4,

@@ -172,7 +172,7 @@ def _log_sum(row, masses_ptr, tiles, TILES: tl.constexpr):
     return precise_log(total.to(tl.float32) / UNITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def list_kernel(
     top_ptr,  # float32[R, tiles]
     masses_ptr,  # int64[R, tiles, LEVELS]

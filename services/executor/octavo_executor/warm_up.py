@@ -26,15 +26,15 @@ SAMPLING = SamplingParams(
     ignore_eos=True,
     max_tokens=8,
 )
-
-
+# Beams have kernels of their own.
+BEAM = SamplingParams(beam_width=2, logprobs=1, ignore_eos=True, max_tokens=8)
 # A sequence of so many tokens has its keys split among programs, which takes kernels of their own; one of half as many just so.
 LONG_TOKENS = 1024
 
 
 def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterator[StepPlan]:
     """As many prompt tokens as a step may have, of as many sequences as there may be; decodes of all of them, and of one;
-    every kind of page move; a long sequence alone, if there can be one. All sequences write into the same pages: what they
+    every kind of page move; a beam; a long sequence alone, if there can be one. All sequences write into the same pages: what they
     compute is of no use.
     """
     slots = np.arange(state.num_slots, dtype=np.int32)
@@ -48,24 +48,25 @@ def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterat
     if host_pages:
         moves |= {"copy_out": _move(0, 0), "restores": _move(0, 0)}
     yield StepPlan(0, 0, 3, **moves, **_rows(slots[:1], count + 1, 1))
+    yield StepPlan(0, 0, 4, release=slots, **_begun(state, slots[:1], 1, BEAM))
     long = min(max_tokens, room, LONG_TOKENS)
     if long > LONG_TOKENS // 2:
-        yield StepPlan(0, 0, 4, release=slots, **_begun(state, slots[:1], long))
-        yield StepPlan(0, 0, 5, **_rows(slots[:1], long, 1))
+        yield StepPlan(0, 0, 5, release=slots[:1], **_begun(state, slots[:1], long))
+        yield StepPlan(0, 0, 6, **_rows(slots[:1], long, 1))
 
 
-def _begun(state: BatchState, slots: Int32Array, count: int) -> dict[str, Any]:
+def _begun(state: BatchState, slots: Int32Array, count: int, sampling: SamplingParams = SAMPLING) -> dict[str, Any]:
     """New sequences of ``count`` tokens, computed at once."""
     blocks = np.arange(-(-(count + 3) // state.block_size), dtype=np.int32)
     return {
-        "admit": tuple(_sequence(slot, count, state.max_model_len) for slot in slots.tolist()),
+        "admit": tuple(_sequence(slot, count, state.max_model_len, sampling) for slot in slots.tolist()),
         "grow_slots": np.repeat(slots, len(blocks)),
         "grow_blocks": np.tile(blocks, len(slots)),
         **_rows(slots, 0, count),
     }
 
 
-def _sequence(slot: int, count: int, max_model_len: int) -> NewSequence:
+def _sequence(slot: int, count: int, max_model_len: int, sampling: SamplingParams) -> NewSequence:
     return NewSequence(
         slot=slot,
         request_id=RequestId("warm-up", slot),
@@ -75,7 +76,7 @@ def _sequence(slot: int, count: int, max_model_len: int) -> NewSequence:
         output_start=count,
         num_computed=0,
         block_table=np.zeros(0, np.int32),
-        sampling=SAMPLING,
+        sampling=sampling,
         seed=slot,
         max_total_tokens=max_model_len,
     )

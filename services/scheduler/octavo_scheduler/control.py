@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from redis.exceptions import RedisError
 
+from octavo_scheduler.background import RETRY_S
 from octavo_scheduler.core.view import STATES
-from octavo_scheduler.service import RETRY_S, SchedulerService
+from octavo_scheduler.service import SchedulerService
 from octavo_shared.control import MOST_BLOCKS, Ask, AskRefusedError, ControlChannel, pack_column
 from octavo_shared.entries import MalformedEntryError
 

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from octavo_scheduler.service import RETRY_S, SchedulerService
+from octavo_scheduler.background import RETRY_S
+from octavo_scheduler.service import SchedulerService
 from octavo_shared.ids import RequestId
 from octavo_shared.records import AbortRecord
 from octavo_shared.streams import NoGroupError, Streams
@@ -66,7 +67,7 @@ class Intake:
     async def _read_requests(self) -> None:
         entries = await self._streams.read_requests(self._consumer, count=BATCH, block_ms=BLOCK_MS)
         for entry_id, payload in entries:
-            self._service.accept(entry_id, payload)
+            self._service.pending.accept(entry_id, payload)
         if not entries or time.monotonic() - self._looked_at > LOOK_S:
             await self._find_lost()
         if self._early:
@@ -80,14 +81,14 @@ class Intake:
         """
         self._looked_at = time.monotonic()
         # As of before asking: what is acknowledged meanwhile may still be in the answer.
-        known = self._service.entries_in_hand()
+        known = self._service.pending.in_hand()
         if await self._streams.num_pending() <= len(known):
             return
         pending = await self._streams.claim_pending(self._consumer)
         lost = [(entry_id, payload) for entry_id, payload in pending if entry_id not in known]
         if lost:
             logger.info("%d entries of the model stream got lost on their way here; found", len(lost))
-            await self._service.take_over(lost)
+            await self._service.pending.take_over(lost)
 
     async def _read_aborts(self) -> None:
         entries = await self._streams.read_aborts(self._after, block_ms=BLOCK_MS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo_scheduler.background import insist
 from octavo_scheduler.core.beam_groups import BeamGroup
 from octavo_scheduler.core.beams import BeamRules, BeamSearch
 from octavo_scheduler.core.events import BeamFailed, BeamStep, Event
@@ -74,12 +75,12 @@ class Searches:
         return encode_beams(words) if reason is EndReason.TIMEOUT else b""
 
     def _log(self, engine: Engine, group: BeamGroup, event: BeamEvent) -> None:
-        self._service.spawn(self._log_then_go_on(engine, group, event))
+        self._service.background.spawn(self._log_then_go_on(engine, group, event))
 
     async def _log_then_go_on(self, engine: Engine, group: BeamGroup, event: BeamEvent) -> None:
         service, record = self._service, group.record
         # Sent again it counts for nothing, since the state it follows is over.
-        await service.insist(lambda: service.streams.append_log(record.id.log, encode_beams([event])))
+        await insist(lambda: service.streams.append_log(record.id.log, encode_beams([event])))
         live = service.live.get(record.id)
         if live is None or live.beams is not group:
             # The attempt is over: whoever goes on reads the log.

@@ -14,12 +14,13 @@ import uvloop
 from redis.exceptions import RedisError
 
 from octavo_scheduler.attach import start_server
+from octavo_scheduler.background import RETRY_S
 from octavo_scheduler.control import Control
 from octavo_scheduler.intake import Intake
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.orphans import OrphanWatch
-from octavo_scheduler.service import RETRY_S, SchedulerService
+from octavo_scheduler.service import SchedulerService
 from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.control import ControlChannel
 from octavo_shared.ids import mint_incarnation
@@ -107,8 +108,8 @@ class SchedulerProcess:
         server = None
         try:
             await self.streams.create_group()
-            service.old_until = await self.streams.newest_request()
-            await service.take_over(await self.streams.claim_pending(self.incarnation))
+            service.pending.old_until = await self.streams.newest_request()
+            await service.pending.take_over(await self.streams.claim_pending(self.incarnation))
             server, port = await start_server(service, self.settings.scheduler_address, self._credentials)
             logger.info("term %d, listening on %s (port %d)", term, self.settings.scheduler_address, port)
             intake = Intake(service, self.streams, self.incarnation)

@@ -1,7 +1,7 @@
 """The scheduler as a service: requests come in from the log, plans go out to executors, ends go back to the log.
 
-One request's walk: ``Intake`` reads it from the model stream and hands it to ``accept``; it gets sequences on an engine
-(or waits in the lobby while no executor is attached). Plans and results travel through the engine. An end that the executor
+One request's walk: ``Intake`` reads it from the model stream and hands it to ``PendingEntries``; it gets sequences on an
+engine (or waits in the lobby while no executor is attached). Plans and results travel through the engine. An end that the executor
 computed becomes final when the executor says its append succeeded (``logged``); an end that the scheduler decides (abort,
 refusal) becomes final when the scheduler's own fence is in the log. After the last choice's end the request is acknowledged
 and its entry deleted (rule L6).
@@ -15,11 +15,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 
 from redis.exceptions import RedisError
 
+from octavo_scheduler.background import RETRY_S, Background, insist
 from octavo_scheduler.backlog import Backlog
 from octavo_scheduler.core.adoption import DoubtfulError
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
@@ -29,22 +30,21 @@ from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
-from octavo_scheduler.reading import read_request, remains_of, why_unservable
+from octavo_scheduler.pending import PendingEntries
+from octavo_scheduler.reading import why_unservable
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
 from octavo_scheduler.trials import Trials
-from octavo_shared.entries import MalformedEntryError, encode_fences
+from octavo_shared.entries import encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import CacheOffer, ExecutorInfo, StepResult
-from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem, RequestRecord
+from octavo_shared.records import AbortRecord, EndReason, ModelLimits, Problem
 from octavo_shared.settings import SchedulerSettings
 from octavo_shared.streams import Streams
 from octavo_shared.wire import FromScheduler, Heartbeat, Logged
 
 logger = logging.getLogger(__name__)
-
-RETRY_S = 0.2
 
 
 class SchedulerService:
@@ -66,108 +66,31 @@ class SchedulerService:
         self.observer = observer
         self.metrics = metrics
         self.term = term
-        self._holder, self._life = holder, life
-        # Requests up to this entry of the model stream may have been begun before, even if nothing says so any more: Redis
-        # forgets who has read what more easily than what was logged.
-        self.old_until = b"0-0"
         # The term that an executor has seen, if this one is no greater.
         self.outranked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._welcomed: set[str] = set()
         self.live = LiveRequests()
+        self.pending = PendingEntries(self, holder, life)
+        self.background = Background()
         self.engines: list[Engine] = []
-        # Entries of the model stream from their reading to their acknowledgement.
-        self._in_hand: set[bytes] = set()
-        # Requests just read that somebody else may have begun.
-        self._perhaps_begun: list[LiveRequest] = []
         # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
         self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
         # Which engine has the sequences of a request.
         self._homes: dict[RequestId, Engine] = {}
         self._trials = Trials(self)
-        self._closed = False
         self._searches = Searches(self)
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
         self._epoch = 0
         self._hash_key = secrets.token_bytes(16)
-        self._background: set[asyncio.Task[None]] = set()
 
     # --- requests ---
 
-    def accept(self, entry_id: bytes, payload: bytes) -> None:
-        """A request was read from the model stream; it stays pending there until all its ends are logged."""
-        live = self._take_on(entry_id, payload)
-        if live is None:
-            return
-        if live.record.readmitted or _entry_time(entry_id) <= _entry_time(self.old_until):
-            self._perhaps_begun.append(live)
-            if len(self._perhaps_begun) == 1:
-                self.spawn(self._take_up_what_came())
-            return
-        live.attempt_n = 1
-        self._place(live, Standing())
-
-    def _turn_away(self, entry_id: bytes, payload: bytes, why: MalformedEntryError) -> None:
-        """An entry that is no request goes. If it can at least name itself somebody may be waiting: they hear of its end."""
-        logger.warning("entry %s of the model stream is not a request (%s)", entry_id.decode(), why)
-        remains = remains_of(payload)
-        if remains is None or self.live.get(remains.id) is not None:
-            self.spawn(self._finish(entry_id, None))
-        else:
-            self.spawn(self._end_unread(entry_id, remains))
-
-    async def _end_unread(self, entry_id: bytes, remains: RequestRecord) -> None:
-        # One failed choice fails the answer, however many it was to have.
-        problem = Problem("The request cannot be understood by the scheduler.")
-        fence = FenceEvent(remains.id.serial, 0, Attempt(self.term, 1), EndReason.ERROR, problem)
-        await self.insist(partial(self.streams.append_log, remains.id.log, encode_fences([fence])))
-        await self._finish(entry_id, remains)
-
-    def entries_in_hand(self) -> frozenset[bytes]:
-        """Entries of the model stream that have been read and are still to be acknowledged, as far as is known here."""
-        return frozenset(self._in_hand)
-
-    async def take_over(self, entries: list[tuple[bytes, bytes]]) -> None:
-        """Requests that an earlier term left pending: fence, read, resume. Called once, before anything is accepted."""
-        taken = [self._take_on(entry_id, payload) for entry_id, payload in entries]
-        lives = [live for live in taken if live is not None]
-        if lives:
-            logger.info("taking over %d requests", len(lives))
-            await self._take_up(lives)
-
-    async def _take_up_what_came(self) -> None:
-        # All that were read together, in their order.
-        lives, self._perhaps_begun = self._perhaps_begun, []
-        await self._take_up(lives)
-
-    async def _take_up(self, lives: list[LiveRequest]) -> None:
-        """Requests that somebody else may have begun."""
-        await self.insist(partial(self._learn_owners, lives))
-        await self._resume(lives)
-
-    async def _learn_owners(self, lives: list[LiveRequest]) -> None:
-        owners = await self.streams.owners([live.record.id for live in lives])
-        for live, owner in zip(lives, owners, strict=True):
-            if owner is not None:
-                live.generation, live.gateway = owner
-
-    def _take_on(self, entry_id: bytes, payload: bytes) -> LiveRequest | None:
-        """From now on a request is owed an end; None: it is none, or known already, and its entry goes."""
-        self._in_hand.add(entry_id)
-        try:
-            record = read_request(payload)
-        except MalformedEntryError as error:
-            self._turn_away(entry_id, payload, error)
-            return None
-        if self.live.get(record.id) is not None:
-            logger.warning("request %s is in the model stream twice; dropped once", record.id)
-            self.spawn(self._finish(entry_id, None))
-            return None
-        live = LiveRequest(record, entry_id, open=set(range(record.n)))
+    def owe(self, live: LiveRequest) -> None:
+        """From now on a request is owed its ends."""
         self.live.add(live)
-        self.backlog.add(record)
-        self._deadlines.add(record.id, record.deadline_us)
-        return live
+        self.backlog.add(live.record)
+        self._deadlines.add(live.record.id, live.record.deadline_us)
 
     def _expire(self, request_id: RequestId) -> None:
         """A deadline has passed: whatever has not ended ends where it stands."""
@@ -188,7 +111,8 @@ class SchedulerService:
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
-    def _place(self, live: LiveRequest, standing: Standing) -> None:
+    def place(self, live: LiveRequest, standing: Standing) -> None:
+        """Let a request run where it may, or wait until it may."""
         if live.open <= live.ending:
             return
         engine = self._trials.engine_for(live.record)
@@ -250,13 +174,13 @@ class SchedulerService:
             attempt = Attempt(self.term, live.attempt_n + 1)
             serial = live.record.id.serial
             fences = [FenceEvent(serial, choice, attempt, reason, problem) for choice in sorted(fenced)]
-            self.spawn(self._log_ends(live.record.id, first, fences))
+            self.background.spawn(self._log_ends(live.record.id, first, fences))
         if engine is not None:
             self.pump(engine)
 
     async def _log_ends(self, request_id: RequestId, first: bytes, fences: list[FenceEvent]) -> None:
         for entry in filter(None, (first, encode_fences(fences))):
-            await self.insist(partial(self.streams.append_log, request_id.log, entry))
+            await insist(partial(self.streams.append_log, request_id.log, entry))
         for fence in fences:
             self.close(request_id, fence.choice)
 
@@ -270,26 +194,7 @@ class SchedulerService:
             self._lobby.pop(request_id, None)
             self._homes.pop(request_id, None)
             self._acquit(request_id)
-            self.spawn(self._finish(finished.entry_id, finished.record))
-
-    async def _finish(self, entry_id: bytes, record: RequestRecord | None) -> None:
-        async def finish() -> None:
-            while not await self.streams.finish_request(entry_id, record, self._holder, self._life):
-                # Either the lease is taken again soon, or this scheduler is no more.
-                await asyncio.sleep(RETRY_S)
-
-        await self.insist(finish)
-        self._in_hand.discard(entry_id)
-
-    async def insist(self, operation: Callable[[], Awaitable[None]]) -> None:
-        """Repeat an idempotent operation on the log until it succeeds."""
-        while True:
-            try:
-                await operation()
-                return
-            except (RedisError, OSError) as error:
-                logger.warning("the log is out of reach (%s); trying again", error)
-                await asyncio.sleep(RETRY_S)
+            self.background.spawn(self.pending.finish(finished.entry_id, finished.record))
 
     # --- executors ---
 
@@ -359,7 +264,7 @@ class SchedulerService:
         self._trials.hold()
         waiting, self._lobby = self._lobby, {}
         for live, standing in waiting.values():
-            self._place(live, standing)
+            self.place(live, standing)
 
     def _acquit(self, request_id: RequestId) -> None:
         """A request has ended: if it was the last one on trial, the others may go on."""
@@ -371,7 +276,7 @@ class SchedulerService:
 
         ``blame``: what it was computing may be the cause.
         """
-        if engine not in self.engines or self._closed:
+        if engine not in self.engines or self.background.is_closed:
             return
         logger.log(logging.WARNING if blame else logging.INFO, "executor %s %s", engine.info.name, why)
         self.engines.remove(engine)
@@ -387,10 +292,11 @@ class SchedulerService:
             problem = Problem(f"The request failed repeatedly: its executor {why}")
             self.end_choices(live, set(live.open), EndReason.ERROR, problem)
         if rest := [live for live in lives if live not in given_up]:
-            self.spawn(self._resume(rest))
+            self.background.spawn(self.resume(rest))
         self._rearrange()
 
-    async def _resume(self, lives: list[LiveRequest]) -> None:
+    async def resume(self, lives: list[LiveRequest]) -> None:
+        """Give requests a new attempt each: fence, read, go on from there."""
         while True:
             try:
                 resumptions = await fence_and_read(self.streams, lives, self.term)
@@ -408,7 +314,7 @@ class SchedulerService:
                 self.close(live.record.id, choice)
             if self.live.get(live.record.id) is live:
                 outputs = {c: tokens for c, tokens in resumption.outputs.items() if c in live.open}
-                self._place(live, Standing(outputs, resumption.beams))
+                self.place(live, Standing(outputs, resumption.beams))
 
     def take_result(self, engine: Engine, result: StepResult) -> None:
         """A step is done on an executor."""
@@ -477,32 +383,8 @@ class SchedulerService:
 
     async def shut_down(self) -> None:
         """This scheduler's word counts no longer: stop whatever is under way. Who comes next reads the log."""
-        self._closed = True
         self._deadlines.close()
         for live in self.live:
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
-        while self._background:
-            for task in self._background:
-                task.cancel()
-            await asyncio.wait(self._background, timeout=0.1)
-
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Do something beside; what goes wrong is logged. Nothing is begun any more once the term is over."""
-        if self._closed:
-            work.close()
-            return
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a background task failed", exc_info=task.exception())
-
-
-def _entry_time(entry_id: bytes) -> tuple[int, int]:
-    """A stream's entry id as something that can be compared."""
-    time_ms, _, sequence = entry_id.partition(b"-")
-    return int(time_ms), int(sequence or 0)
+        await self.background.close()

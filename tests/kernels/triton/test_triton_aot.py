@@ -4,6 +4,7 @@ imported for the interpreter cannot be compiled."""
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from octavo_kernels.triton.aot.case import Case, faults
 from octavo_kernels.triton.aot.compile import Compiled, compiling
 from octavo_kernels.triton.aot.estimate import Work, blocks_per_multiprocessor, floor_s, issue_share
 from octavo_kernels.triton.aot.machine_code import Code
-from octavo_kernels.triton.aot.report import BEGIN, END, Result, table, write
+from octavo_kernels.triton.aot.report import BEGIN, END, Result, merged, read_rows, table, write
 from octavo_kernels.triton.aot.targets import TARGETS
 
 H200, MI300 = TARGETS["sm_90"], TARGETS["gfx942"]
@@ -51,6 +52,22 @@ def test_attention_of_chunks_compiles_for_the_other_targets() -> None:
         line = next(line for line in done.stdout.splitlines() if line.startswith(target))
         assert units in line
         assert " 0 B spilled" in line
+
+
+def test_kernels_are_not_compiled_anew_for_another_number_of_rows() -> None:
+    script = Path(__file__).with_name("noted_rows.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for counts in json.loads(done.stdout).values():
+        assert counts.pop("int4_linear_kernel") == 2  # tiles of 16 rows and of 64
+        assert set(counts.values()) == {1}, counts
+        assert len(counts) == 7
 
 
 def test_decodes_beside_other_projects(tmp_path: Path) -> None:
@@ -186,9 +203,17 @@ def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
     assert rows[1]["spilled_bytes"] == "112"
     assert rows[1]["faults"] == "112 bytes of registers spilled"
     assert len(table([result("sm_90")]).splitlines()) == 3
+    assert read_rows(document) == [result("sm_90"), result("sm_80", 112), hidden]
     (tmp_path / "other.md").write_text("no marks")
     with pytest.raises(ValueError, match="no marks"):
         write(tmp_path / "other.md", [])
+
+
+def test_rows_of_other_cases_stay(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "kernels.md") == []
+    old = [result("sm_80", 112), result("sm_90", 8), replace(result("sm_90"), variant="gone")]
+    pairs = [("attention, decodes", "bf16", target) for target in ("sm_90", "sm_80", "gfx942")]
+    assert merged([result("sm_90")], old, pairs) == [result("sm_90"), result("sm_80", 112)]
 
 
 def test_nothing_compiles_where_kernels_are_interpreted() -> None:

@@ -27,6 +27,7 @@ from octavo_kernels.triton.attention_schedule import attention_schedule_kernel
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 H200 = Gpu("sm_90", 132, 232448)
 A100 = Gpu("sm_80", 108, 166912)
+B200 = Gpu("sm_100", 148, 232448)
 MI300 = Gpu("gfx942", 304, 65536)
 
 
@@ -76,7 +77,7 @@ def test_what_is_launched(
 
 @pytest.mark.parametrize("page_dtype", [BF16, F32, E4M3, torch.int8])
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("gpu", [A100, H200, MI300])
+@pytest.mark.parametrize("gpu", [A100, H200, B200, MI300])
 def test_tiles_fit_into_shared_memory(gpu: Gpu, dim: int, page_dtype: torch.dtype) -> None:
     shape = AttentionShape(64, 8, dim, 16, dim**-0.5)
     dtype = F32 if page_dtype == F32 else BF16
@@ -85,6 +86,21 @@ def test_tiles_fit_into_shared_memory(gpu: Gpu, dim: int, page_dtype: torch.dtyp
         buffers = (tiles.stages - 1) * tiles.block_n * 2 * width * page_dtype.itemsize
         assert buffers + tiles.block_m * width * dtype.itemsize <= gpu.shared_bytes
         assert tiles.stages >= 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dim", "page_dtype", "expected"),
+    [
+        (B200, 96, torch.int8, (64, 64, 4)),  # with 128 rows registers are spilled
+        (B200, 96, E4M3, (128, 64, 8)),
+        (B200, 128, torch.int8, (128, 64, 8)),
+        (H200, 96, torch.int8, (128, 64, 8)),
+        (B200, 256, torch.int8, (64, 32, 8)),
+    ],
+)
+def test_tiles_of_chunks_by_type(gpu: Gpu, dim: int, page_dtype: torch.dtype, expected: tuple[int, int, int]) -> None:
+    tiles = large_tiles(AttentionShape(32, 8, dim, 16, dim**-0.5), BF16, page_dtype, gpu)
+    assert (tiles.block_m, tiles.block_n, tiles.warps) == expected
 
 
 def test_loads_of_decodes_cover_the_latency_of_memory() -> None:

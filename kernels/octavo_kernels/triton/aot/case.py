@@ -14,6 +14,9 @@ from octavo_kernels.triton.attention_config import Gpu
 
 # No registers in local memory; products on matrix units; loads by asynchronous copies of 16 bytes a thread.
 Trait = Literal["no spills", "matrix units", "wide async loads"]
+# Of the bytes of asynchronous loads. The scales of int8 pages come four at a time, and a tile of few numbers has more threads
+# than scales, so that some are loaded twice; keys or values that did not come wide would be half of all.
+LEAST_WIDE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def faults(case: Case, compiled: Compiled, code: Code, target: Target) -> list[s
     if "wide async loads" in case.traits and target.gpu.nvidia:
         if not code.async_loads:
             found.append("no asynchronous loads")
-        elif code.wide_share < 0.85:
+        elif code.wide_share < LEAST_WIDE:
             found.append(f"only {code.wide_share:.0%} of asynchronous loads are of 16 bytes")
     if compiled.shared_bytes > target.gpu.shared_bytes:
         found.append(f"{compiled.shared_bytes} bytes of shared memory of {target.gpu.shared_bytes}")

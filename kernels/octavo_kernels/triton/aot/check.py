@@ -1,11 +1,15 @@
-"""Compiles every case for every target and says what falls short."""
+"""Compiles every case for every target and says what falls short.
+
+Triton keeps what it compiled (``~/.triton/cache``, or ``TRITON_CACHE_DIR``) by source, types and constants: after an
+interruption, or a change of some kernels, only what is new takes its time.
+"""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -16,7 +20,7 @@ from octavo_kernels.triton.aot.compile import compiling
 from octavo_kernels.triton.aot.estimate import blocks_per_multiprocessor, floor_s, issue_share
 from octavo_kernels.triton.aot.layer_cases import layer_cases
 from octavo_kernels.triton.aot.machine_code import read
-from octavo_kernels.triton.aot.report import Result, floor_on_h100, write
+from octavo_kernels.triton.aot.report import Result, floor_on_h100, merged, read_rows, write
 from octavo_kernels.triton.aot.targets import TARGETS
 from octavo_kernels.triton.aot.weight_cases import weight_cases
 
@@ -69,14 +73,12 @@ def _check_numbered(job: tuple[int, str]) -> Result:
     return check(all_cases()[index], target)
 
 
-def run(jobs: Iterable[tuple[int, str]], workers: int) -> list[Result]:
+def run(jobs: Iterable[tuple[int, str]], workers: int) -> Iterator[Result]:
     """Results in the order of ``jobs`` (number of the case, target), each printed when it is there."""
-    results = []
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for result in pool.map(_check_numbered, jobs):
             print(result.line(), flush=True)
-            results.append(result)
-    return results
+            yield result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose row contains this text")
     parser.add_argument("--chosen", action="store_true", help="a few cases that stand for the others")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--write", type=Path, help="document whose table is replaced")
+    parser.add_argument("--write", type=Path, help="document whose table is filled in; rows of other cases stay")
     options = parser.parse_args(arguments)
     cases = all_cases()
     wanted = [
@@ -94,9 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for i, case in enumerate(cases)
         if options.only in f"{case.group} {case.variant}" and (case.chosen or not options.chosen)
     ]
-    results = run([(i, target) for i in wanted for target in options.targets.split(",")], options.jobs)
-    if options.write is not None:
-        write(options.write, results)
+    results: list[Result] = []
+    try:
+        results.extend(run([(i, target) for i in wanted for target in options.targets.split(",")], options.jobs))
+    finally:
+        if options.write is not None:
+            pairs = [(case.group, case.variant, target) for case in cases for target in TARGETS]
+            write(options.write, merged(results, read_rows(options.write), pairs))
     bad = [result for result in results if result.faults]
     print(f"{len(results)} compiled, {len(bad)} fall short")
     return 1 if bad else 0

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from octavo_kernels.triton.aot.targets import H100_BYTES_PER_S, TARGETS
 
@@ -100,6 +101,40 @@ def write(path: Path, results: Sequence[Result]) -> None:
         rows.writerows(
             ["; ".join(value) if isinstance(value, tuple) else value for value in astuple(result)] for result in results
         )
+
+
+def read_rows(path: Path) -> list[Result]:
+    """What the CSV beside a document holds; nothing if there is none."""
+    path = path.with_suffix(".csv")
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [_row(row) for row in csv.DictReader(file)]
+
+
+def _row(row: dict[str, str]) -> Result:
+    values: dict[str, Any] = dict(row)
+    for name in (
+        "registers",
+        "spilled_bytes",
+        "shared_bytes",
+        "blocks",
+        "async_loads",
+        "instructions",
+        "loop_instructions",
+    ):
+        values[name] = int(row[name])
+    for name in ("bytes_", "flops", "floor_s", "floor_h100_s"):
+        values[name] = float(row[name])
+    values["issue_share"] = float(row["issue_share"]) if row["issue_share"] else None
+    values["faults"] = tuple(row["faults"].split("; ")) if row["faults"] else ()
+    return Result(**values)
+
+
+def merged(new: Iterable[Result], old: Iterable[Result], pairs: Iterable[tuple[str, str, str]]) -> list[Result]:
+    """Results of ``pairs`` (group, variant, target) in their order: the ``new`` one, or else the ``old`` one, if any."""
+    found = {(result.group, result.variant, result.target): result for result in (*old, *new)}
+    return [found[pair] for pair in pairs if pair in found]
 
 
 def floor_on_h100(bytes_: float, flops: float) -> float:
