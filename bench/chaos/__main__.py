@@ -42,6 +42,10 @@ def main() -> int:
     parser.add_argument(
         "--model", default="", help="folder or hub id, or 'default' (default: a random one of two layers)"
     )
+    parser.add_argument("--tokens", type=int, default=288, help="of a choice's output, at most (at least 16)")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds within which every answer must have ended"
+    )
     args = parser.parse_args()
     args.seed = random.randrange(1 << 31) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
@@ -53,7 +57,7 @@ def main() -> int:
 async def run(args: argparse.Namespace, folder: Path) -> int:
     """One run: the reference, then the same under faults, then the verdict."""
     print(f"seed {args.seed}: {args.requests} requests, up to {args.faults} faults", flush=True)
-    jobs = make_jobs(args.requests, args.seed)
+    jobs = make_jobs(args.requests, args.seed, args.tokens)
     stack = ChaosStack(folder, _model(args.model, folder), Sizes(appendfsync=args.fsync))
     saboteur = Saboteur(stack, args.seed, args.only)
     redis = stack.connect_redis()
@@ -61,7 +65,7 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
     try:
         await stack.start()
         start_s = time.monotonic()
-        reference = await _clients(stack, args.seed).play(jobs, args.at_once)
+        reference = await _clients(stack, args, args.seed).play(jobs, args.at_once)
         _say_failures("the reference run", reference)
         print(f"reference: {time.monotonic() - start_s:.1f} s", flush=True)
         start_s = time.monotonic()
@@ -90,7 +94,7 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
 async def _play_disturbed(
     stack: ChaosStack, saboteur: Saboteur, jobs: list[Job], args: argparse.Namespace
 ) -> list[Told]:
-    clients = _clients(stack, args.seed + 1)
+    clients = _clients(stack, args, args.seed + 1)
     start_s = time.monotonic()
 
     def say(fault: Fault) -> None:
@@ -115,8 +119,8 @@ def _model(name: str, folder: Path) -> Path:
     return resolve_model(None if name == "default" else name).path if name else write_model(folder / "model")
 
 
-def _clients(stack: ChaosStack, seed: int) -> Clients:
-    return Clients(stack.gateway_port, stack.sizes.gateways, seed)
+def _clients(stack: ChaosStack, args: argparse.Namespace, seed: int) -> Clients:
+    return Clients(stack.gateway_port, stack.sizes.gateways, seed, args.patience)
 
 
 def _say_failures(what: str, told: list[Told]) -> None:

@@ -16,8 +16,6 @@ from chaos_jobs import Job
 
 NOT_NOW = (429, 503)
 PAUSE_S = 0.2
-# Nobody is kept waiting for longer than this, whatever happens meanwhile.
-PATIENCE_S = 120.0
 # A connection on which nothing comes for so long is given up, as clients do.
 SILENCE_S = 10.0
 
@@ -86,11 +84,13 @@ class Told:
 
 
 class Clients:
-    """Plays jobs, so many at once. ``port`` gives the port of gateway number i."""
+    """Plays jobs, so many at once. ``port`` gives the port of gateway number i. Nobody waits for longer than ``patience_s`` for
+    the end of an answer, whatever happens meanwhile."""
 
-    def __init__(self, port: Callable[[int], int], gateways: int, seed: int) -> None:
+    def __init__(self, port: Callable[[int], int], gateways: int, seed: int, patience_s: float) -> None:
         self._port = port
         self._gateways = gateways
+        self._patience_s = patience_s
         self._rng = random.Random(seed)
         # Who asks again with the same key gets the same answer; another run's are others.
         self._label = f"run-{seed}"
@@ -109,10 +109,10 @@ class Clients:
                 told = Told(queue.pop(), began_s=time.monotonic())
                 self.told.append(told)
                 try:
-                    async with asyncio.timeout(PATIENCE_S):
+                    async with asyncio.timeout(self._patience_s):
                         await self._ask(told)
                 except TimeoutError:
-                    told.failure = f"no end within {PATIENCE_S:g} s"
+                    told.failure = f"no end within {self._patience_s:g} s"
                 told.ended_s = time.monotonic()
 
         await asyncio.gather(*(client() for _ in range(at_once)))
