@@ -58,18 +58,29 @@ def steady_decode(running: int, waiting: int, steps: int) -> Iterator[tuple[floa
     assert (core.num_running, core.num_waiting) == (running, waiting)
 
 
-def in_turns(cases: Sequence[tuple[int, int]], steps: int) -> dict[tuple[int, int], Cost]:
-    """The cost for each (running, waiting): a few steps of each in turn, so that a busy moment hits all."""
+def one_addition() -> float:
+    """CPU seconds of what a step is made of: one numpy call on a short array. It tells how fast the machine is right now."""
+    left = np.arange(256, dtype=np.int32)
+    begun = time.thread_time()
+    for _ in range(1000):
+        np.add(left, left)
+    return (time.thread_time() - begun) / 1000
+
+
+def in_turns(cases: Sequence[tuple[int, int]], steps: int) -> tuple[dict[tuple[int, int], Cost], float]:
+    """The cost for each (running, waiting), and microseconds of an addition: each in turn, so that a busy moment hits all."""
     streams = {case: steady_decode(*case, steps) for case in cases}
     seconds: dict[tuple[int, int], list[tuple[float, float]]] = {case: [] for case in cases}
+    additions = []
     for _ in range(0, steps, TURN):
+        additions.append(1e6 * one_addition())
         for case, stream in streams.items():
             seconds[case] += islice(stream, TURN)
     costs = {}
     for case, measured in seconds.items():
         step, tidy = ([1e6 * value for value in column] for column in zip(*measured, strict=True))
         costs[case] = Cost(median(step), quantiles(step, n=10)[-1], mean(tidy))
-    return costs
+    return costs, median(additions)
 
 
 def full_hit_admission(repeats: int) -> float:

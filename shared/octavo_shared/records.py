@@ -195,6 +195,19 @@ class ModelLimits:
     # More work than this is not to be queued; 0 = no bound.
     max_queued_tokens: int = 0
     expected_outputs: tuple[float, ...] = ()
+    # What a newcomer has to expect, in seconds as learned (0 = not known): for each token of its prompt; for having one at all;
+    # of a step that computes no prompt, once it is one of those that run, and when it is alone; until there is a slot and
+    # memory for it.
+    prompt_token_s: float = 0.0
+    prompt_s: float = 0.0
+    step_s: float = 0.0
+    lone_step_s: float = 0.0
+    slot_wait_s: float = 0.0
+    # Prompt tokens that are still to be computed, by the log of their requests.
+    prompts_ahead: dict[str, int] = field(default_factory=dict)
+    # A request's turn is not to come later; 0 = no bound. And what is the rule once that was exceeded (see the settings).
+    max_queue_wait_s: float = 0.0
+    max_ttft_ratio: float = 0.0
 
     def expected_output(self, max_tokens: int) -> float:
         """Output tokens that a choice with ``max_tokens`` is expected to make; ``max_tokens`` while nothing is known."""

@@ -267,12 +267,33 @@ class SchedulerSettings(GrpcSettings):
         "Requests beyond so many tokens of queued work get 429; 0 = no bound (default: 16 times the KV cache, at least 256K).",
         ge=0,
     )
+    max_queue_wait: float = setting(
+        10.0,
+        "scheduler",
+        "Requests get 429 when their turn would come later than in so many seconds; 0 = no bound, the queue may be deep.",
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    max_ttft_ratio: float = setting(
+        2.0,
+        "scheduler",
+        "Once --max-queue-wait was exceeded, and until load falls, only requests get in whose first token comes within so many "
+        "times what it takes when nothing else runs; 0 = no such bound.",
+        ge=0,
+        le=1e6,
+        allow_inf_nan=False,
+    )
     scheduler_lease_s: float = setting(5.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
     executor_lease_s: float = setting(
         10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds).", gt=0
     )
-    step_timeout_s: float = setting(
-        300.0, "scheduler", "An executor whose step takes longer is let go (seconds).", gt=0, allow_inf_nan=False
+    step_timeout_s: float | None = setting(
+        None,
+        "scheduler",
+        "An executor whose step takes longer is let go (seconds; default: 20 times what is expected of it, at least 30).",
+        gt=0,
+        allow_inf_nan=False,
     )
 
 
@@ -312,7 +333,7 @@ class ExecutorSettings(GrpcSettings):
     kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
     num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = setting(
-        "auto", "cache", "Type of keys and values; auto: that of activations. Others need a GPU."
+        "auto", "cache", "Type of keys and values; auto: that of activations, or the checkpoint's. Others need a GPU."
     )
     kv_offloading_size: float = setting(
         0.0,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 from service_set import Answer, Services, events, wait_until
 
-BODY = {"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+BODY = {"prompt": "The capital of France is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
 
-def test_services_alone(model_folder: Path, redis_url: str, tmp_path: Path, free_port: int) -> None:
-    services = Services(model_folder, redis_url, tmp_path, free_port)
+def test_services_alone(small_model: Any, redis_url: str, tmp_path: Path, free_port: int) -> None:
+    services = Services(small_model.folder, redis_url, tmp_path, free_port)
     try:
         # In the least convenient order: each waits for what it needs.
         first = services.executor("first")

@@ -172,12 +172,12 @@ def test_the_next_word_of_the_scheduler_replaces_ones_own() -> None:
         def require(self) -> ModelLimits:
             return self.limits
 
-        async def refresh(self) -> None:
+        async def refresh(self, at_most_s: float = 0.0) -> None:
             return
 
     watch = Watch()
     counter = Counter("refused", "", registry=CollectorRegistry())
-    pressure = Pressure(watch, counter)  # type: ignore[arg-type]
+    pressure = Pressure(watch, counter, "g1")  # type: ignore[arg-type]
     prompts, samplings = [np.zeros(50, np.int32)], [SamplingParams(max_tokens=4)]
 
     async def main() -> None:

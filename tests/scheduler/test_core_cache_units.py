@@ -93,7 +93,7 @@ def compute(
     """A sequence finds what it can, computes the rest and publishes it: the sequence and the blocks it holds."""
     one, size = asking(cache, uid, tokens, **more), pool.block_size
     hit = cache.find(one).device
-    pool.acquire(hit.tolist())
+    pool.acquire(hit)
     cache.adopt(one, hit)
     full = len(tokens) // size
     new = pool.allocate(full - len(hit)).tolist()
@@ -127,7 +127,7 @@ def test_block_pool_and_prefix_cache_like_the_naive_one(seed: int, num_blocks: i
             assert not len(hit.beyond)
             if wanted - len(hits) > pool.num_free - pool.num_free_among(hit.device):
                 continue
-            pool.acquire(hits)
+            pool.acquire(hit.device)
             naive.acquire(hits)
             cache.adopt(one, hit.device)
             expected = pool.next_free(wanted - len(hits))

@@ -13,7 +13,7 @@ import pytest
 from service_stage import LOG, MODEL, Stage, open_stage, play
 
 from octavo_scheduler.core.sequence import Sequence
-from octavo_scheduler.engine import IDLE_S, SILENCE_S, STUCK_S, choose_engine
+from octavo_scheduler.engine import IDLE_S, SILENCE_S, SLOW, STUCK, choose_engine
 from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.entries import encode_request, encode_snapshot, encode_tokens
 from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
@@ -545,7 +545,7 @@ def test_a_broken_core_is_noticed_when_idle_and_replaced(valkey: str, tmp_path: 
         async with stage.executor() as executor:
             await stage.admit(1)
             await executor.work(2)
-            stage.service.engines[0].core.pool.acquire([15])
+            stage.service.engines[0].core.pool.acquire(np.array([15], np.int32))
             await executor.work(2)
 
             async def replaced() -> bool:
@@ -580,11 +580,23 @@ def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
             assert not engine.is_making_progress(now + SILENCE_S + 1), "it has fallen silent"
             await stage.admit(1)
             assert isinstance(await executor.hear(), StepPlan)
-            engine.last_heard_s = now + 2 * STUCK_S
+            engine.last_heard_s = now + 2 * STUCK.unknown_s
             assert not engine.is_making_progress(now + IDLE_S + 1), "it has a plan and is in no step"
             engine.step_s = 1.0
             assert engine.is_making_progress(now + IDLE_S + 1), "a long step is honest"
-            assert not engine.is_making_progress(now + STUCK_S + 1), "it beats but its step never ends"
+            assert not engine.is_making_progress(now + SLOW.unknown_s + 1), "it beats but its step never ends"
+            # Once it is known what steps take, a hanging one is noticed at once, and a long one is not taken for one.
+            engine._steps_here = 100
+            for _ in range(100):
+                engine.times.observe(10, 1, 0.01)
+            assert engine.is_making_progress(now + SLOW.least_s - 1)
+            assert not engine.is_making_progress(now + SLOW.least_s + 1)
+            assert "were expected" in engine.stalled(now + STUCK.least_s + 1, STUCK)
+            for _ in range(2000):
+                engine.times.observe(10, 1, 10.0)
+            assert engine.is_making_progress(now + SLOW.least_s + 1)
+            assert engine.times.expected_s(10, 1) == pytest.approx(10, rel=0.1)
+            assert not engine.is_making_progress(now + SLOW.times * 11)
 
     play(scene, valkey, tmp_path)
 

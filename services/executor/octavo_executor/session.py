@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -32,6 +33,10 @@ from octavo_shared.wire import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+# Once a scheduler has let this executor go, how long its main thread may take to end the step that it is in.
+LET_GO_GRACE_S = 10.0
+# The exit status of a process that gave itself up (sysexits.h: an internal fault).
+EXIT_STUCK = 70
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 1.0
 _OPTIONS = [
@@ -53,6 +58,13 @@ class LineLost:
     """The line to the scheduler is down: plans that came over it are void. ``Session.park`` lets it dial again."""
 
 
+def give_up(why: str) -> None:
+    """End this process at once: a step that hangs cannot be stopped in any other way. Whoever started it starts it again."""
+    logger.critical("%s; giving up", why)
+    logging.shutdown()
+    os._exit(EXIT_STUCK)
+
+
 Received = Welcome | StepPlan | Farewell | LineLost | None
 
 
@@ -70,8 +82,13 @@ class Session:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
+        stuck: Callable[[str], None] = give_up,
     ) -> None:
-        """``metadata`` goes with every call; without ``credentials`` the line is plain text."""
+        """``metadata`` goes with every call; without ``credentials`` the line is plain text.
+
+        ``stuck`` is called when a scheduler has let this executor go and its main thread does not come out of its step.
+        """
+        self._stuck = stuck
         self._info = info
         self._metadata = metadata
         self._channels = [_open(address, credentials) for address in addresses]
@@ -80,6 +97,8 @@ class Session:
         self._outgoing: queue.SimpleQueue[FromExecutor | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._parked = threading.Event()
+        # Why the scheduler has let this executor go; empty = it has not.
+        self._let_go = ""
         self._offers: Sequence[CacheOffer] = ()
         self.highest_term = info.highest_term
         self.draining = False
@@ -187,6 +206,8 @@ class Session:
                 logger.info("no line to the scheduler (%s); dialling again", why)
                 self._incoming.put((time.perf_counter(), LineLost()))
                 # Who introduces itself promises to do nothing on behalf of earlier plans any more.
+                if self._let_go and not self._parked.wait(LET_GO_GRACE_S):
+                    self._stuck(f"the scheduler has let this executor go ({self._let_go}), and its step does not end")
                 self._parked.wait()
                 self._parked.clear()
                 retry_s = _FIRST_RETRY_S
@@ -196,7 +217,7 @@ class Session:
 
     def _talk(self, channel: grpc.Channel) -> tuple[bool, str]:
         """One call, from introduction to hanging up: whether we were welcomed, and why it ended."""
-        was_welcomed = False
+        was_welcomed, self._let_go = False, ""
         # Messages of an earlier line mean nothing on a new one.
         self._outgoing = outgoing = queue.SimpleQueue[FromExecutor | None]()
         for offer in self._offers:
@@ -214,6 +235,8 @@ class Session:
             return was_welcomed, "the scheduler hung up"
         except grpc.RpcError as error:
             why = str(error.details()) if isinstance(error, grpc.Call) else str(error)
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.ABORTED:
+                self._let_go = why
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 self._incoming.put((time.perf_counter(), Refusal(why)))
             return was_welcomed, why

@@ -46,6 +46,8 @@ class Order:
     traceparent: str = ""
     tracestate: str = ""
     presentation: Presentation = PLAIN
+    # Characters of all prompts; 0 = they came as token ids.
+    prompt_chars: int = 0
     # The prompts as text, where they are to be sent back.
     echo_texts: Sequence[str] = ()
     idempotency_key: str = ""
@@ -147,7 +149,7 @@ class Admission:
             order.caller, work_of(prompts, samplings, draft.n, self._limits.require()) if order.caller.is_rated else 0
         )
         try:
-            ticket = await self._pressure.take_on(prompts, samplings, draft.n)
+            ticket = await self._pressure.take_on(prompts, samplings, draft.n, order.prompt_chars)
         except BaseException:
             self._rates.settle(charge, 0, withdrawn=True)
             raise

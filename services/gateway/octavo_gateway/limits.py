@@ -26,6 +26,9 @@ class LimitsWatch:
         self._limits: ModelLimits | None = None
         # Why Redis did not answer the last time; "" when it did.
         self._failure = "The gateway has not spoken to Redis yet."
+        # When they were read last, on the monotonic clock, and who is reading them now.
+        self._read_s = 0.0
+        self._reading: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Read the limits again and again until cancelled."""
@@ -33,8 +36,15 @@ class LimitsWatch:
             await self.refresh()
             await asyncio.sleep(REFRESH_S)
 
-    async def refresh(self) -> None:
-        """Read the limits now."""
+    async def refresh(self, at_most_s: float = 0.0) -> None:
+        """Read the limits, unless that is no longer than ``at_most_s`` ago; all who ask meanwhile wait for the same answer."""
+        if time.monotonic() - self._read_s <= at_most_s:
+            return
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.shield(self._reading)
+
+    async def _read(self) -> None:
         try:
             async with asyncio.timeout(FRESH_S):
                 self._limits = await self._streams.read_limits()
@@ -43,6 +53,8 @@ class LimitsWatch:
             if not self._failure:
                 logger.warning("cannot read the limits: %r", error)
             self._failure = "Redis cannot be reached."
+        finally:
+            self._read_s, self._reading = time.monotonic(), None
 
     @property
     def latest(self) -> ModelLimits | None:

@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 class LogFollower:
     """Reads a log, folds it, and wakes the watchers of what has changed."""
 
-    def __init__(self, streams: Streams, log: str) -> None:
+    def __init__(self, streams: Streams, log: str, gateway: str) -> None:
+        """``gateway`` is the incarnation of the one that reads, whose clients the watchers speak for."""
         self.log = log
+        self._gateway = gateway
         self.malformed_entries = 0
         self._streams = streams
         self._fold = LogFold()
@@ -99,7 +101,7 @@ class LogFollower:
         self._run_id = run_id
 
     async def _recover(self) -> None:
-        """Append again what is owed and what was delivered; the scheduler sees the one only after the other."""
+        """Say again what is owed, what was delivered (the scheduler sees the one only after the other) and who follows it."""
         for state in self._fold.snapshots():
             key = (state.serial, state.choice)
             known = self._delivered.get(key)
@@ -112,6 +114,10 @@ class LogFollower:
             states = [self._delivered[key] for key in keys if key in self._delivered]
             snapshot = encode_snapshot(states) if states else b""
             await self._streams.readmit(replace(record, readmitted=True), snapshot)
+        for watcher in self.watchers:
+            # Who was its owner before may be forgotten, and would be believed again. (Who has come later stays the owner.)
+            if watcher.generation:
+                await self._streams.adopt(watcher.ids, watcher.generation, self._gateway)
         self._fold = LogFold()
         self._after = "0-0"
 

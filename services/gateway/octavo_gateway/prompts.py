@@ -52,6 +52,21 @@ def completion_prompts(
     return ids
 
 
+def sizes(body: CompletionRequest | ChatPrompt) -> tuple[int, int]:
+    """Characters and token ids of all prompts, or of a conversation without its template."""
+    if isinstance(body, ChatPrompt):
+        contents = [message.content for message in body.messages]
+        parts = [part.get("text") for content in contents if isinstance(content, list) for part in content]
+        return sum(len(text) for text in (*contents, *parts) if isinstance(text, str)), 0
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or [""]
+    if isinstance(prompts[0], int):
+        return 0, len(prompts)
+    return (
+        sum(len(prompt) for prompt in prompts if isinstance(prompt, str)),
+        sum(len(prompt) for prompt in prompts if isinstance(prompt, list)),
+    )
+
+
 def refuse_hopeless(text: str, assets: ModelAssets, bounds: Bounds) -> None:
     """Refuse a text that has more bytes than the longest allowed prompt could have, without tokenising it."""
     most = max(0, bounds.max_model_len - bounds.max_tokens)

@@ -72,6 +72,9 @@ class AttachServicer(executor_pb2_grpc.SchedulerServicer):
         try:
             while (message := await outgoing.get()) is not None:
                 yield to_executor(message)
+            if session.let_go:
+                # Said as the call's status: an executor that gets nowhere ends itself when it hears that (see Session).
+                await context.abort(grpc.StatusCode.ABORTED, session.let_go)
         finally:
             reader.cancel()
             session.close("its connection ended")
@@ -87,6 +90,8 @@ class _Session:
         self._info: ExecutorInfo | None = None
         # What it said before it introduced itself of what its pages hold.
         self._offers: list[CacheOffer] = []
+        # Why it was let go though it speaks; empty = it was not.
+        self.let_go = ""
 
     async def read(self, messages: AsyncIterator[pb.ExecutorMessage]) -> None:
         """Take messages in until the executor hangs up; then end the call."""
@@ -111,8 +116,9 @@ class _Session:
             engine, self._engine = self._engine, None
             self._service.detach(engine, f"left: {why}")
 
-    def hang_up(self, why: str) -> None:
-        """The executor is as good as gone: end the call. If it lives it dials again."""
+    def hang_up(self, why: str, *, stuck: bool = False) -> None:
+        """The executor is as good as gone: end the call. If it lives it dials again; one that is ``stuck`` had better end."""
+        self.let_go = why if stuck else ""
         self.close(why)
         self._outgoing.put_nowait(None)
 

@@ -6,6 +6,7 @@ Everything here is pure bookkeeping; time comes in as an argument.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -127,6 +128,8 @@ class Backlog:
         self.last_tokens_per_s = 0.0
         self._owed: dict[RequestId, _Owed] = {}
         self._total = 0.0
+        # Prompt tokens of what is owed, by log.
+        self._prompts: Counter[str] = Counter()
 
     def add(self, record: RequestRecord) -> None:
         """A request is owed its choices."""
@@ -135,6 +138,7 @@ class Backlog:
         per_choice = self.lengths.expected(record.sampling.max_tokens) * sequences / record.n
         self._owed[record.id] = _Owed(len(record.prompt), per_choice, record.n)
         self._total += len(record.prompt) + per_choice * record.n
+        self._prompts[record.id.log] += len(record.prompt)
 
     def choice_ended(self, request_id: RequestId) -> None:
         """One of its choices is owed nothing more; with the last one the request is forgotten."""
@@ -143,6 +147,7 @@ class Backlog:
             return
         # Its prompt has been computed, or soon will not matter any more.
         self._total -= owed.tokens_per_choice + owed.prompt_tokens
+        self._count_out(request_id.log, owed.prompt_tokens)
         owed.prompt_tokens = 0
         owed.choices -= 1
         if not owed.choices:
@@ -150,6 +155,24 @@ class Backlog:
             if not self._owed:
                 # No rounding is carried on for ever.
                 self._total = 0.0
+
+    def _count_out(self, log: str, prompt_tokens: int) -> None:
+        self._prompts[log] -= prompt_tokens
+        if self._prompts[log] <= 0:
+            del self._prompts[log]
+
+    def prompts_ahead(self, running: Iterable[Progress]) -> dict[str, int]:
+        """Prompt tokens that are still to be computed, by log, given how far the running sequences are."""
+        left = Counter(self._prompts)
+        done: dict[RequestId, int] = {}
+        for progress in running:
+            request_id = progress.request_id
+            if (owed := self._owed.get(request_id)) is not None:
+                # Choices share their prompt.
+                done[request_id] = max(done.get(request_id, 0), min(progress.computed_tokens, owed.prompt_tokens))
+        for request_id, tokens in done.items():
+            left[request_id.log] -= tokens
+        return {log: tokens for log, tokens in left.items() if tokens > 0}
 
     def learn(self, sequence: Sequence, reason: EndReason) -> None:
         """A choice has ended; it carries its tokens."""

@@ -12,9 +12,10 @@ import numpy as np
 
 from octavo_scheduler.backlog import Progress, Rate
 from octavo_scheduler.core.config import CoreConfig
-from octavo_scheduler.core.events import Chunk, Ended, Event
+from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence as CoreSequence
+from octavo_scheduler.step_times import ENOUGH_STEPS, StepTimes
 from octavo_shared.plan import ExecutorInfo, StepResult
 from octavo_shared.records import RequestRecord
 from octavo_shared.settings import SchedulerSettings
@@ -48,9 +49,23 @@ def core_config(info: ExecutorInfo, settings: SchedulerSettings) -> CoreConfig:
 # An executor that says nothing for this long, not even a heartbeat (one a second), does not count as ready.
 SILENCE_S = 3.0
 # One that has plans and is in no step for this long has lost them.
-IDLE_S = 5.0
-# One whose step lasts this long does not count as ready. The longest honest ones are whole-budget prefills on a slow CPU.
-STUCK_S = 60.0
+IDLE_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a step may last: ``times`` as long as expected, but at least ``least_s``; ``unknown_s`` while nothing is."""
+
+    least_s: float
+    times: float
+    unknown_s: float
+
+
+# Who makes others wait longer does not count as ready; gateways hear of it within a second more. The longest honest steps are
+# whole-budget prefills on a slow CPU, and the first ones of a process.
+SLOW = Patience(2.5, 8.0, 60.0)
+# Without --step-timeout-s: who makes others wait longer is let go.
+STUCK = Patience(30.0, 20.0, 300.0)
 
 
 # Running beside one more sequence costs about as much as computing so many tokens of a prompt.
@@ -62,6 +77,14 @@ class Restart(Protocol):
 
     def __call__(self, why: str, *, blame: bool = True) -> None:
         """``blame``: what it was computing may be the cause."""
+        ...
+
+
+class HangUp(Protocol):
+    """Ends the call with an executor that is lost."""
+
+    def __call__(self, why: str, *, stuck: bool = False) -> None:
+        """``stuck``: it speaks, but does not come out of its step."""
         ...
 
 
@@ -94,7 +117,7 @@ class Engine:
         hash_key: bytes,
         send: Callable[[FromScheduler], None],
         restart: Restart,
-        hang_up: Callable[[str], None],
+        hang_up: HangUp,
     ) -> None:
         self.info = info
         self.restart = restart
@@ -103,8 +126,8 @@ class Engine:
         self._send = send
         # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.
         self._unlogged: deque[tuple[int, CoreSequence]] = deque()
-        # Per unacknowledged plan: when it was sent, and the prompt tokens it computes.
-        self._sent: deque[tuple[float, int]] = deque()
+        # Per unacknowledged plan: when it was sent, the prompt tokens it computes, and how many sequences it draws for.
+        self._sent: deque[tuple[float, int, int]] = deque()
         self.last_heard_s = time.monotonic()
         self._last_progress_s = time.monotonic()
         # What it last said of itself: how long the step it is in has lasted (seconds), 0 between steps.
@@ -113,6 +136,11 @@ class Engine:
         self.plan_s = 0.0
         self.draining = False
         self.rate = Rate()
+        # What steps take; and those of this epoch, while ``times`` may know of earlier ones.
+        self.times = StepTimes()
+        self._steps_here = 0
+        # Sequences that end in a second of work.
+        self._ends = Rate()
         # When the newest result came, on the clock of _sent.
         self._result_at = 0.0
 
@@ -127,8 +155,13 @@ class Engine:
                 self._last_progress_s = time.monotonic()
             self._send(plan)
             fresh = self.core.drain_events()
-            prompt_tokens = sum(event.count for event in fresh if isinstance(event, Chunk))
-            self._sent.append((time.perf_counter(), prompt_tokens))
+            prompt_tokens = 0
+            for event in fresh:
+                if isinstance(event, Chunk):
+                    prompt_tokens += event.count
+                elif isinstance(event, Admitted):
+                    self.times.observe_lookup(event.num_tokens, event.cached_tokens)
+            self._sent.append((time.perf_counter(), prompt_tokens, len(plan.sample_slots)))
             events += fresh
         self.plan_s = time.perf_counter() - start
         return events + self.core.drain_events()
@@ -141,15 +174,20 @@ class Engine:
         """
         self.core.commit(result)
         events = self.core.drain_events()
-        self._unlogged += [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
+        ended = [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
+        self._unlogged += ended
         self._last_progress_s = time.monotonic()
-        sent_at, prompt_tokens = self._sent.popleft()
+        sent_at, prompt_tokens, sequences = self._sent.popleft()
         now = time.perf_counter()
         # Of a beam's candidates one token's worth of work is done, whatever their number.
         drawn = np.count_nonzero(result.sample_counts) if len(result.scores) else len(result.tokens)
         tokens = prompt_tokens + int(drawn)
         # Plans wait for each other: this one has been worked on only since the one before it was done.
-        self.rate.observe(tokens, now - max(sent_at, self._result_at))
+        seconds = now - max(sent_at, self._result_at)
+        self.rate.observe(tokens, seconds)
+        self.times.observe(prompt_tokens, sequences, seconds)
+        self._steps_here += 1
+        self._ends.observe(len(ended), seconds)
         self._result_at = now
         return Acknowledged(events, now - sent_at, tokens)
 
@@ -177,20 +215,54 @@ class Engine:
 
     def is_making_progress(self, now_s: float) -> bool:
         """It speaks, and what it has been given it works on. ``now_s`` is in seconds of the monotonic clock."""
-        return now_s - self.last_heard_s < SILENCE_S and not self.stalled(now_s, STUCK_S)
+        return now_s - self.last_heard_s < SILENCE_S and not self.stalled(now_s, SLOW)
 
-    def stalled(self, now_s: float, step_timeout_s: float) -> str:
-        """Why it gets nowhere; empty while it does, or has nothing to do. A long step is honest up to ``step_timeout_s``."""
+    def stalled(self, now_s: float, patience: Patience) -> str:
+        """Why it gets nowhere; empty while it does, or has nothing to do. A long step is honest as far as ``patience`` goes."""
         waited_s = now_s - self._last_progress_s
         if self._sent:
-            if self.step_s and waited_s > step_timeout_s:
-                return f"its step has lasted {waited_s:.0f} s"
+            if self.step_s and waited_s > self._longest_s(patience):
+                return f"its step has lasted {waited_s:.0f} s{self._expectation()}"
             return (
                 "" if self.step_s or waited_s <= IDLE_S else f"it has had a plan for {waited_s:.0f} s and is in no step"
             )
-        if self.core.num_waiting and not self.draining and waited_s > step_timeout_s:
+        if self.core.num_waiting and not self.draining and waited_s > self._longest_s(patience):
             return f"{self.core.num_waiting} sequences wait and nothing has been planned for {waited_s:.0f} s"
         return ""
+
+    @property
+    def _expected_s(self) -> float:
+        """What the step under way is expected to take; 0 when there is none, or too little is known."""
+        # What a process before this one took says nothing of its first steps.
+        if not self.times.knows or self._steps_here < ENOUGH_STEPS or not self._sent:
+            return 0.0
+        return self.times.expected_s(*self._sent[0][1:])
+
+    def _longest_s(self, patience: Patience) -> float:
+        if not self.times.knows or self._steps_here < ENOUGH_STEPS:
+            return patience.unknown_s
+        return max(patience.least_s, patience.times * self._expected_s)
+
+    def _expectation(self) -> str:
+        expected_s = self._expected_s
+        return f" ({expected_s:.2g} s were expected)" if expected_s else ""
+
+    # --- what a newcomer has to expect ---
+
+    @property
+    def next_step_s(self) -> float:
+        """Seconds that a step of all that run and one more takes."""
+        return self.times.decode_s(self.core.num_running + 1)
+
+    @property
+    def slot_wait_s(self) -> float:
+        """Seconds until a newcomer gets a slot and memory: 0 while there are some, or while nothing is known of it."""
+        core = self.core
+        head = core.waiting.peek()
+        if head is None or (core.table.num_free and core.refused[0] != head.uid):
+            return 0.0
+        pace = self._ends.tokens_per_s
+        return core.num_waiting / pace if pace else 0.0
 
     def progress(self) -> Iterator[Progress]:
         """How far each running sequence has come."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from octavo_scheduler.backlog import Backlog
-from octavo_scheduler.engine import Engine
+from octavo_scheduler.engine import Engine, choose_engine
 from octavo_shared.records import ModelLimits
 from octavo_shared.settings import SchedulerSettings
 
@@ -27,9 +27,14 @@ def bound_on_queued_tokens(settings: SchedulerSettings, engines: Sequence[Engine
 def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engine], backlog: Backlog) -> ModelLimits:
     """The limits as of now: of sizes the smallest among executors counts, of work all of it."""
     now = time.monotonic()
+    progress = [one for engine in engines for one in engine.progress()]
     alive = [engine for engine in engines if engine.is_making_progress(now)]
     infos = [engine.info for engine in engines]
     configs = [engine.core.config for engine in engines]
+    # Where the next request will most likely go.
+    next_one = choose_engine(alive or engines, now)
+    times = [engine.times for engine in alive or engines if engine.times.knows]
+    count = max(len(times), 1)
     rate = sum(engine.rate.tokens_per_s for engine in alive)
     # A new epoch begins without a rate; the one before it is a better guess than none.
     backlog.last_tokens_per_s = rate or backlog.last_tokens_per_s
@@ -43,8 +48,16 @@ def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engin
         executors=len(alive),
         term=term,
         max_num_seqs=min((config.max_num_seqs for config in configs), default=0),
-        queued_tokens=backlog.queued_tokens(step for engine in engines for step in engine.progress()),
+        queued_tokens=backlog.queued_tokens(progress),
         tokens_per_s=backlog.last_tokens_per_s,
         max_queued_tokens=bound_on_queued_tokens(settings, engines),
         expected_outputs=backlog.lengths.curve(),
+        prompt_token_s=sum(one.prompt_token_s for one in times) / count,
+        step_s=next_one.next_step_s if next_one is not None and next_one.times.knows else 0.0,
+        prompt_s=sum(one.prompt_s for one in times) / count,
+        lone_step_s=sum(one.decode_s(1) for one in times) / count,
+        slot_wait_s=next_one.slot_wait_s if next_one is not None else 0.0,
+        prompts_ahead=backlog.prompts_ahead(progress),
+        max_queue_wait_s=settings.max_queue_wait,
+        max_ttft_ratio=settings.max_ttft_ratio,
     )

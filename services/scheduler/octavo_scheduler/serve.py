@@ -32,6 +32,8 @@ from octavo_shared.tls import server_credentials
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 1.0
+# While requests are owed something: gateways decide by it who may still come.
+PUBLISH_BUSY_S = 0.25
 # An exposition costs milliseconds of a core that the forward pass could use, and is scraped every 5 s at most.
 PUBLISH_METRICS_S = 5.0
 # When requests have just ended, say so sooner.
@@ -96,7 +98,7 @@ class SchedulerProcess:
             ReignOverError: the lease could not be kept, or something happened after which all must be read again.
         """
         run_id = await self.streams.run_id()
-        before, self._run_id = self._run_id, run_id
+        before, self._run_id = self._run_id or await self._life_of_what_waits(), run_id
         if before not in ("", run_id):
             # The lease may run out meanwhile: it is taken anew.
             await asyncio.sleep(RESEND_S)
@@ -130,6 +132,10 @@ class SchedulerProcess:
             await service.shut_down()
             if server is not None:
                 await server.stop(grace=None)
+
+    async def _life_of_what_waits(self) -> str:
+        """For who has not reigned yet: in which life of Redis others did, if they have left anything undone."""
+        return await self.streams.last_life() if await self.streams.num_requests() else ""
 
     async def _take_lease(self, stop: asyncio.Event) -> bool:
         """Wait for the lease; False when told to stop first."""
@@ -191,10 +197,10 @@ class SchedulerProcess:
         raise ReignOverError(f"term {seen} has been seen, this is term {service.term}", seen)
 
     async def _publish(self, service: SchedulerService) -> None:
-        """Limits every second, metrics every few, and both soon after the last request ended."""
+        """Limits every second, more often while there is work, metrics every few, and both soon after the last request ended."""
         was_busy = False
         began_s = time.monotonic()
-        limits_due_s = metrics_due_s = 0.0
+        limits_said_s = metrics_due_s = 0.0
         while True:
             now_s = time.monotonic()
             fell_idle = was_busy and not service.busy
@@ -202,8 +208,8 @@ class SchedulerProcess:
             if fell_idle:
                 service.check_integrity()
             with contextlib.suppress(RedisError, OSError):
-                if fell_idle or now_s >= limits_due_s:
-                    limits_due_s = now_s + PUBLISH_S
+                if fell_idle or now_s - limits_said_s >= (PUBLISH_BUSY_S if service.busy else PUBLISH_S):
+                    limits_said_s = now_s
                     limits = service.limits()
                     if limits.ready or now_s - began_s > SETTLE_S or await self.streams.read_limits() is None:
                         await self.streams.publish_limits(limits)

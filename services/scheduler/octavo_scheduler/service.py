@@ -25,7 +25,7 @@ from octavo_scheduler.backlog import Backlog
 from octavo_scheduler.core.adoption import DoubtfulError
 from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
 from octavo_scheduler.deadlines import Deadlines
-from octavo_scheduler.engine import Engine, Restart
+from octavo_scheduler.engine import Engine, HangUp, Restart
 from octavo_scheduler.limits import model_limits
 from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
@@ -34,6 +34,7 @@ from octavo_scheduler.pending import PendingEntries
 from octavo_scheduler.reading import why_unservable
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
+from octavo_scheduler.step_times import StepTimes
 from octavo_scheduler.trials import Trials
 from octavo_shared.entries import encode_fences
 from octavo_shared.fold import FenceEvent
@@ -45,6 +46,9 @@ from octavo_shared.streams import Streams
 from octavo_shared.wire import FromScheduler, Heartbeat, Logged
 
 logger = logging.getLogger(__name__)
+
+# Executors whose steps are remembered after they have left.
+MOST_TIMES_KEPT = 256
 
 
 class SchedulerService:
@@ -82,6 +86,8 @@ class SchedulerService:
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
         self._epoch = 0
+        # What is known of the steps of executors, by their names, the last one heard of last.
+        self._times: dict[str, StepTimes] = {}
         self._hash_key = secrets.token_bytes(16)
 
     # --- requests ---
@@ -103,11 +109,7 @@ class SchedulerService:
         live = self.live.get(record.request_id)
         if live is None:
             return False
-        if record.new_owner:
-            if record.owner_generation > live.generation:
-                live.generation, live.gateway = record.owner_generation, record.new_owner
-        elif record.owner_generation >= live.generation:
-            choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
+        if choices := live.heed(record):
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
@@ -203,11 +205,11 @@ class SchedulerService:
         info: ExecutorInfo,
         send: Callable[[FromScheduler], None],
         restart: Restart,
-        hang_up: Callable[[str], None],
+        hang_up: HangUp,
     ) -> Engine:
         """An executor joined, or begins a new epoch: an engine of its own, not in use until ``ready``."""
         self._epoch += 1
-        return Engine(
+        engine = Engine(
             info,
             self.settings,
             term=self.term,
@@ -217,6 +219,12 @@ class SchedulerService:
             restart=restart,
             hang_up=hang_up,
         )
+        # Steps of an executor of this name took as long before, most likely.
+        engine.times = self._times.pop(info.name, engine.times)
+        self._times[info.name] = engine.times
+        while len(self._times) > MOST_TIMES_KEPT:
+            del self._times[next(iter(self._times))]
+        return engine
 
     def adopt(self, engine: Engine, offers: list[CacheOffer]) -> None:
         """What an executor's pages hold since an earlier term is found again, if it is beyond doubt."""

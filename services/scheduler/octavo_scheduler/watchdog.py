@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from octavo_scheduler.engine import STUCK, Patience
 from octavo_scheduler.service import SchedulerService
 
 LOOK_S = 0.5
@@ -13,10 +14,11 @@ LOOK_S = 0.5
 class Watchdog:
     """A lease on every executor, renewed by whatever it says (rule L2: what it still logs afterwards counts for nothing)."""
 
-    def __init__(self, service: SchedulerService, executor_lease_s: float, step_timeout_s: float) -> None:
+    def __init__(self, service: SchedulerService, executor_lease_s: float, step_timeout_s: float | None) -> None:
+        """``step_timeout_s``: how long a step may last; None: that depends on what is in it."""
         self._service = service
         self._lease_s = executor_lease_s
-        self._step_timeout_s = step_timeout_s
+        self._patience = STUCK if step_timeout_s is None else Patience(step_timeout_s, 0.0, step_timeout_s)
         self._looked_at_s = time.monotonic()
 
     async def run(self) -> None:
@@ -37,9 +39,9 @@ class Watchdog:
             if silent_s > self._lease_s:
                 self._service.metrics.count_let_go("silent")
                 engine.hang_up(f"has been silent for {silent_s:.0f} s")
-            elif reason := engine.stalled(now_s, self._step_timeout_s):
+            elif reason := engine.stalled(now_s, self._patience):
                 self._service.metrics.count_let_go("stalled")
                 if engine.step_s:
-                    engine.hang_up(f"gets nowhere: {reason}")
+                    engine.hang_up(f"gets nowhere: {reason}", stuck=True)
                 else:
                     engine.restart(f"it gets nowhere: {reason}")

@@ -16,7 +16,7 @@ from octavo_gateway.body import in_worker, parse_body
 from octavo_gateway.errors import bad_request, model_not_found
 from octavo_gateway.gateway import Gateway
 from octavo_gateway.keys import Caller
-from octavo_gateway.prompts import Bounds, chat_ids, completion_prompts, echo_texts
+from octavo_gateway.prompts import Bounds, chat_ids, completion_prompts, echo_texts, sizes
 from octavo_gateway.resume import find_idempotent, position_of, resume
 from octavo_gateway.routes.openapi import documented
 from octavo_gateway.sampling import Draft, draft_chat, draft_completion
@@ -46,6 +46,7 @@ async def completions(request: Request) -> Response:
     presentation = _presentation(
         gateway, request, body, draft, "text_completion", echo=bool(body.echo), prompt_only=draft.prompt_only
     )
+    await _look_ahead(gateway, request, body)
     prompts = await in_worker(
         gateway, completion_prompts, body, gateway.assets, _bounds(gateway, draft), gateway.settings.max_num_prompts
     )
@@ -70,6 +71,7 @@ async def chat_completions(request: Request) -> Response:
     if body.add_generation_prompt is False and body.messages:
         role = body.messages[-1].role
     presentation = _presentation(gateway, request, body, draft, "chat", role=role)
+    await _look_ahead(gateway, request, body)
     prompt = await in_worker(gateway, chat_ids, body, gateway.assets, _bounds(gateway, draft))
     text = _echoed(body, role) if body.echo else ""
     return await _submit(gateway, request, body, draft, presentation, [prompt], [text], arrival_s)
@@ -79,6 +81,12 @@ def check_model(gateway: Gateway, name: str | None) -> None:
     """Raises 404 unless the model is served here (no name means the only one)."""
     if name and name not in gateway.model_names:
         raise model_not_found(name)
+
+
+async def _look_ahead(gateway: Gateway, request: Request, body: CompletionRequest | ChatCompletionRequest) -> None:
+    """Raises 429 for what will most likely be refused; who comes for an answer that is there already never is."""
+    if "idempotency-key" not in request.headers:
+        await gateway.pressure.look_ahead(*sizes(body))
 
 
 def _bounds(gateway: Gateway, draft: Draft) -> Bounds:
@@ -119,7 +127,7 @@ def _presentation(
 async def _submit(
     gateway: Gateway,
     request: Request,
-    body: GenerationBody,
+    body: CompletionRequest | ChatCompletionRequest,
     draft: Draft,
     presentation: Presentation,
     prompts: list[list[int]],
@@ -152,6 +160,7 @@ async def _submit(
         traceparent=traceparent,
         tracestate=tracestate,
         presentation=presentation,
+        prompt_chars=sizes(body)[0],
         echo_texts=texts,
         idempotency_key=key,
         resume_ttl_s=ttl_s,

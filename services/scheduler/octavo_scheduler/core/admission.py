@@ -117,7 +117,7 @@ class Admission:
 
     def _take(self, sequence: Sequence, cached: Int32Array, num_new_blocks: int) -> NewSequence:
         core = self._core
-        core.pool.acquire(cached.tolist())
+        core.pool.acquire(cached)
         core.prefix_cache.adopt(sequence, cached)
         blocks = np.concatenate([cached, core.pool.allocate(num_new_blocks)])
         start, num_tokens = len(cached) * self._block_size, len(sequence.tokens)

@@ -175,7 +175,7 @@ class BeamGroups:
             core.enlist(child)
             child.arrival, child.preemptions = parent.arrival, parent.preemptions
             core.prefix_cache.inherit(child, parent)
-            core.pool.acquire(shared.tolist())
+            core.pool.acquire(shared)
         for parent in parents:
             core.abort(parent)
         for shared, _, child in pairs:

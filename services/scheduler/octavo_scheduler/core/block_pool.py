@@ -68,8 +68,9 @@ class BlockPool:
         self.number: Int64Array = np.zeros(num_blocks, np.int64)
         self.parent: Int64Array = np.zeros(num_blocks, np.int64)
         self.tokens: Int32Array = np.empty((num_blocks, block_size), np.int32)
-        # Blocks that have got or lost a name since the last time somebody asked.
+        # Blocks that have got or lost a name since the last time somebody asked, and what is to be said of them if ready.
         self._renamed: set[int] = set()
+        self._names: PageNames | None = NO_NAMES
         self._by_digest: dict[bytes, int] = {}
         self.find = self._by_digest.get
 
@@ -114,16 +115,15 @@ class BlockPool:
 
     def allocate(self, count: int) -> Int32Array:
         """Hand out ``count`` blocks (there must be as many), with one reference each: int32[count]."""
-        taken = self._free.pop_many(count)
+        blocks = np.array(self._free.pop_many(count), np.int32)
         self._handed_out += count
-        refcount, digests = self._refcount, self._digest
-        for block in taken:
-            refcount[block] = 1
-            if digests[block] is not None:
+        self.refcount[blocks] = 1
+        named = self.named[blocks]
+        if np.count_nonzero(named):
+            for block in blocks[named].tolist():
                 if self.evicting is not None:
                     self.evicting(block)
                 self._forget(block)
-        blocks = np.array(taken, np.int32)
         self.generation[blocks] += 1
         self.used_at[blocks] = self.now
         return blocks
@@ -141,13 +141,10 @@ class BlockPool:
                 else:
                     free.push_back(block)
 
-    def acquire(self, blocks: Sequence[int]) -> None:
-        """Take one more reference to each block."""
-        refcount = self._refcount
-        for block in blocks:
-            if refcount[block] == 0:
-                self._free.remove(block)
-            refcount[block] += 1
+    def acquire(self, blocks: Int32Array) -> None:
+        """Take one more reference to each block, int32[n], all different."""
+        self._free.remove_many(blocks[self.refcount[blocks] == 0])
+        self.refcount[blocks] += 1
 
     def touch(self, blocks: Int32Array) -> None:
         """Content of these blocks was found."""
@@ -177,6 +174,7 @@ class BlockPool:
         self._digest[block] = content.digest
         self._named[block] = True
         self._renamed.add(block)
+        self._names = None
         self.number[block] = content.number
         self.parent[block] = content.parent
         self.depth[block] = content.depth
@@ -188,16 +186,20 @@ class BlockPool:
             self._free.push_back(block)
         return True
 
+    def prepare_names(self) -> PageNames:
+        """What has changed since ``take_names`` was called in what blocks are known to hold."""
+        if self._names is None:
+            blocks = np.fromiter(self._renamed, np.int32, len(self._renamed))
+            named = self.named[blocks]
+            numbers = np.where(named, self.number[blocks], 0)
+            self._names = PageNames(blocks, numbers, self.parent[blocks], self.tokens[blocks[named]])
+        return self._names
+
     def take_names(self) -> PageNames:
-        """What has changed since the last call in what blocks are known to hold."""
-        if not self._renamed:
-            return NO_NAMES
-        blocks = np.fromiter(self._renamed, np.int32, len(self._renamed))
+        """The same, for the last time. Quick when nothing has changed since it was prepared."""
+        names, self._names = self.prepare_names(), NO_NAMES
         self._renamed.clear()
-        named = self.named[blocks]
-        return PageNames(
-            blocks, np.where(named, self.number[blocks], 0), self.parent[blocks], self.tokens[blocks[named]]
-        )
+        return names
 
     def forget_all(self) -> int:
         """Nothing is findable any more, nor what plans in flight will have computed; returns how many blocks that were."""
@@ -215,6 +217,7 @@ class BlockPool:
             self._digest[block] = None
             self._named[block] = False
             self._renamed.add(block)
+            self._names = None
 
     def check_integrity(self, references: Int64Array) -> None:
         """Compare with the references that are really held, int64[num_blocks].

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,20 +13,61 @@ from octavo_scheduler.core.slots import Rows, SlotTable
 from octavo_shared.plan import NO_INTS, NO_MOVES, CacheOffer, NewSequence, PageMoves, StepPlan
 from octavo_shared.records import Int32Array
 
+RowIndex = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """``rows`` of the slot table compute ``counts`` tokens each, ``num_tokens`` in all, which brings them to ``ends``.
+
+    ``near`` are the places among them of those that come to the end of the blocks they have. ``growing`` rows need ``need`` int32[g] more blocks, ``growth`` in all; ``forked`` rows write into blocks that others may
+    hold and so need ``copies`` blocks in all.
+    """
+
+    rows: Rows
+    counts: Int32Array
+    ends: Int32Array
+    num_tokens: int
+    near: RowIndex
+    growing: RowIndex
+    need: Int32Array
+    growth: int
+    forked: RowIndex
+    copies: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have to be free."""
+        return self.growth + self.copies
+
 
 class Draft:
-    """Rows that compute: ``rows`` of the slot table (r of them), from ``starts``, ``counts`` tokens each, int32[r]."""
+    """Rows that compute: ``rows`` of the slot table (r of them), ``counts`` tokens each, from ``starts`` to ``ends``, int32[r].
 
-    def __init__(self, table: SlotTable, rows: Rows, counts: Int32Array) -> None:
+    ``slots`` and ``uids`` [r] are who has the rows. These two, and the columns of ``Samples``, may be shared between plans:
+    they are never written to.
+    """
+
+    def __init__(self, table: SlotTable, grant: Grant) -> None:
         self._table = table
-        self.rows = rows
-        self.counts = counts
-        self.slots: Int32Array = table.slot[rows].copy()
-        self.starts: Int32Array = table.planned[rows].copy()
-        self.num_tokens = int(counts.sum())
+        self._take_rows(grant.rows)
+        self.counts = grant.counts
+        self.ends = grant.ends
+        self.starts: Int32Array = grant.ends - grant.counts
+        # Places of the rows that may fill a block.
+        self._near = grant.near
+        self.num_tokens = grant.num_tokens
         self.admitted: list[NewSequence] = []
         self.grow_slots = NO_INTS
         self.grow_blocks = NO_INTS
+
+    def _take_rows(self, rows: Rows) -> None:
+        table = self._table
+        self.rows = rows
+        if isinstance(rows, slice) and rows.stop == len(table):
+            self.slots, self.uids = table.roster.slots, table.roster.uids
+        else:
+            self.slots, self.uids = table.slot[rows].copy(), table.uid[rows].copy()
 
     @property
     def num_rows(self) -> int:
@@ -39,25 +82,25 @@ class Draft:
         """Sequences that have just taken the last rows of the table compute as well."""
         if not admitted:
             return
-        before, now = len(self._table) - len(admitted), len(self._table)
+        rows, before, now = self.num_rows, len(self._table) - len(admitted), len(self._table)
         if isinstance(self.rows, slice) and self.rows.stop == before:
-            self.rows = slice(0, now)
+            self._take_rows(slice(0, now))
         else:
             own = np.arange(self.num_rows) if isinstance(self.rows, slice) else self.rows
-            self.rows = np.concatenate([own, np.arange(before, now)])
+            self._take_rows(np.concatenate([own, np.arange(before, now)]))
         self.admitted += admitted
         self.counts = np.append(self.counts, np.array(grants, np.int32))
-        self.slots = self._table.slot[self.rows].copy()
         self.starts = self._table.planned[self.rows].copy()
+        self.ends = self.starts + self.counts
+        self._near = np.append(self._near, np.arange(rows, self.num_rows))
         self.num_tokens += sum(grants)
 
     def advance(self, generation: npt.NDArray[np.uint32], block_size: int, step: int) -> BlockFills | None:
         """The lengths move on; returns the blocks that become full."""
         table = self._table
-        ends = self.starts + self.counts
-        table.planned[self.rows] = ends
+        table.planned[self.rows] = self.ends
         table.last_step[self.rows] = step
-        return find_fills(self.starts, ends, self.slots, table.block_table, generation, block_size)
+        return find_fills(self._near, self.starts, self.ends, self.slots, table.block_table, generation, block_size)
 
     def build(
         self,
@@ -118,13 +161,13 @@ class Samples:
     @classmethod
     def of(cls, table: SlotTable, draft: Draft) -> Samples:
         """Every row that reaches the end of its tokens is sampled once."""
-        reached = draft.starts + draft.counts == table.expected[draft.rows]
-        per_row = reached.astype(np.int32)
+        reached = draft.ends == table.expected[draft.rows]
+        if draft.slots is table.roster.slots and np.count_nonzero(reached) == draft.num_rows:
+            roster = table.roster
+            return cls(roster.ones, roster.rows, draft.slots, draft.uids, draft.rows)
         of_row = reached.nonzero()[0]
-        if len(of_row) == draft.num_rows:
-            return cls(per_row, of_row, draft.slots, table.uid[draft.rows].copy(), draft.rows)
         rows = of_row if isinstance(draft.rows, slice) else draft.rows[of_row]
-        return cls(per_row, of_row, draft.slots[of_row], table.uid[rows], rows)
+        return cls(reached.astype(np.int32), of_row, draft.slots[of_row], draft.uids[of_row], rows)
 
     def insert(self, place: int, rows: list[int], table: SlotTable) -> None:
         """Samples for further ``rows`` of the table, drawn like the one before ``place``."""
@@ -135,6 +178,7 @@ class Samples:
         self.of_row = np.insert(self.of_row, at, row)
         self.slots = np.insert(self.slots, at, table.slot[rows])
         self.uids = np.insert(self.uids, at, table.uid[rows])
+        self.per_row = self.per_row.copy()
         self.per_row[row] += len(rows)
 
     def beams(self, table: SlotTable) -> npt.NDArray[np.bool_] | None:

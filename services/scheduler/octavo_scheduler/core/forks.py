@@ -113,7 +113,7 @@ def _fork(core: Scheduler, draft: Draft, place: int, leader: Sequence, child: Se
     table = core.table
     blocks = table.blocks(leader).copy()
     num_tokens = len(child.tokens)
-    core.pool.acquire(blocks.tolist())
+    core.pool.acquire(blocks)
     slot = core.seat(child, blocks, num_tokens)
     if num_tokens % core.config.block_size:
         table.shares_tail[[table.row(leader), table.row(child)]] = 1

@@ -10,18 +10,24 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
+
+from octavo_shared.records import Int32Array
+
 _OUT = -1
 
 
 class FreeList:
     """Block ids 0 … n-1, at first all of them in order. The front is taken first."""
 
-    __slots__ = ("_end", "_next", "_previous", "size")
+    __slots__ = ("_end", "_links", "_next", "_previous", "size")
 
     def __init__(self, num_blocks: int) -> None:
         # Position n is a sentinel that closes the ring: no special cases at either end.
         self._end = num_blocks
         self._next: array[int] = array("i", [*range(1, num_blocks + 1), 0])
+        # The same memory as ``_next``.
+        self._links: Int32Array = np.frombuffer(self._next, np.int32)
         self._previous: array[int] = array("i", [num_blocks, *range(num_blocks)])
         self.size = num_blocks
 
@@ -69,6 +75,22 @@ class FreeList:
         self._previous[after] = before
         self._next[block] = _OUT
         self.size -= 1
+
+    def remove_many(self, blocks: Int32Array) -> None:
+        """Take certain blocks out, int32[n], all different.
+
+        Blocks of one chain that were put in together, the tail first, lie side by side: each such run is one cut.
+        """
+        if not len(blocks):
+            return
+        following = self._links
+        cuts = (following[blocks[1:]] != blocks[:-1]).nonzero()[0].tolist()
+        for first, last in zip([0, *(cut + 1 for cut in cuts)], [*cuts, len(blocks) - 1], strict=True):
+            after, before = self._next[blocks[first]], self._previous[blocks[last]]
+            self._next[before] = after
+            self._previous[after] = before
+        following[blocks] = _OUT
+        self.size -= len(blocks)
 
     def push_front(self, block: int) -> None:
         """Its content is worthless: take it before all others."""

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
 from octavo_scheduler.core.block_pool import BlockPool
 from octavo_scheduler.core.config import CoreConfig
-from octavo_scheduler.core.draft import Draft
+from octavo_scheduler.core.draft import Draft, Grant, RowIndex
 from octavo_scheduler.core.forks import CopyOnWrite
 from octavo_scheduler.core.slots import Rows, SlotTable
-from octavo_shared.plan import NO_INTS
 from octavo_shared.records import Int32Array
-
-RowIndex = npt.NDArray[np.intp]
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """``rows`` of the slot table compute ``counts`` tokens each.
-
-    ``growing`` rows need ``need`` int32[g] more blocks; ``forked`` rows write into blocks that others may hold and so need
-    ``copies`` blocks in all.
-    """
-
-    rows: Rows
-    counts: Int32Array
-    growing: RowIndex
-    need: Int32Array
-    forked: RowIndex
-    copies: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that have to be free."""
-        return int(self.need.sum()) + self.copies
 
 
 class Granter:
@@ -50,44 +23,50 @@ class Granter:
 
     def propose(self) -> Grant:
         """What running sequences should compute; nothing is changed."""
-        rows, counts = self._share()
-        growing, need = self._growth(rows, counts)
+        rows, counts, num_tokens = self._share()
+        ends: Int32Array = self._table.planned[rows] + counts
+        near, growing, need = self._growth(rows, ends)
         forked = _pick(rows, self._table.shares_tail[rows].nonzero()[0])
         copies = self._copy_on_write.copies_needed(forked) if len(forked) else 0
-        return Grant(rows, counts, growing, need, forked, copies)
+        return Grant(rows, counts, ends, num_tokens, near, growing, need, int(np.add.reduce(need)), forked, copies)
 
     def carry_out(self, grant: Grant) -> Draft:
         """Give the rows their blocks, of which there must be as many free: a plan begins."""
-        draft = Draft(self._table, grant.rows, grant.counts)
-        if len(grant.need):
-            blocks = self._pool.allocate(grant.num_blocks - grant.copies)
+        draft = Draft(self._table, grant)
+        if grant.growth:
+            blocks = self._pool.allocate(grant.growth)
             draft.grow(self._table.grow(grant.growing, grant.need, blocks), blocks)
         if len(grant.forked):
             self._copy_on_write.diverge(grant.forked)
         return draft
 
-    def _share(self) -> tuple[Rows, Int32Array]:
+    def _share(self) -> tuple[Rows, Int32Array, int]:
         table, n = self._table, len(self._table)
         expected = table.expected[:n]
         behind = expected - table.planned[:n]
         # Who has all the tokens it may have waits for its end.
-        behind[expected >= table.max_total[:n]] = 0
+        complete = expected >= table.max_total[:n]
+        if np.count_nonzero(complete):
+            behind[complete] = 0
         if self._config.long_prefill_token_threshold:
             np.minimum(behind, self._config.long_prefill_token_threshold, out=behind)
-        if int(behind.sum()) > self._config.max_num_batched_tokens:
-            behind = _within(behind, self._config.max_num_batched_tokens)
-        if behind.all():
-            return slice(0, n), behind
+        num_tokens = int(np.add.reduce(behind))
+        if num_tokens > self._config.max_num_batched_tokens:
+            num_tokens = self._config.max_num_batched_tokens
+            behind = _within(behind, num_tokens)
+        if np.count_nonzero(behind) == n:
+            return slice(0, n), behind, num_tokens
         rows = behind.nonzero()[0]
-        return rows, behind[rows]
+        return rows, behind[rows], num_tokens
 
-    def _growth(self, rows: Rows, counts: Int32Array) -> tuple[RowIndex, Int32Array]:
-        missing: Int32Array = self._table.planned[rows] + counts - self._table.capacity[rows]
-        places = (missing > 0).nonzero()[0]
-        if not len(places):
-            return places, NO_INTS
-        need: Int32Array = -(-missing[places] // np.int32(self._config.block_size))
-        return _pick(rows, places), need
+    def _growth(self, rows: Rows, ends: Int32Array) -> tuple[RowIndex, RowIndex, Int32Array]:
+        size = self._config.block_size
+        missing: Int32Array = ends - self._table.capacity[rows]
+        near = (missing >= 0).nonzero()[0]
+        # Blocks that would be full and one more, but for those whose tokens just fit.
+        need: Int32Array = (missing[near] + np.int32(size - 1)) // np.int32(size)
+        growing = need.nonzero()[0]
+        return near, _pick(rows, near[growing]), need[growing]
 
 
 def _pick(rows: Rows, places: RowIndex) -> RowIndex:

@@ -107,11 +107,11 @@ class HostTier:
     def restore(self, sequence: Sequence, hit: Hit) -> None:
         """Bring the host pages of a hit back for a sequence. There must be as many free device blocks."""
         device, host = self._device, self.pool
-        on_device = hit.beyond[~hit.on_host].tolist()
-        device.acquire([*hit.device.tolist(), *on_device])
-        sources = hit.beyond[hit.on_host].tolist()
-        host.acquire(sources)
-        host.touch(hit.beyond[hit.on_host])
+        device.acquire(np.concatenate([hit.device, hit.beyond[~hit.on_host]]))
+        on_host = hit.beyond[hit.on_host]
+        host.acquire(on_host)
+        host.touch(on_host)
+        sources = on_host.tolist()
         fresh = device.allocate(len(sources)).tolist()
         generations = device.generation[fresh].tolist()
         contents = [host.content(block) for block in sources]

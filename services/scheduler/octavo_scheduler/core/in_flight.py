@@ -62,6 +62,7 @@ class SentPlan:
 
 
 def find_fills(
+    near: npt.NDArray[np.intp],
     starts: Int32Array,
     ends: Int32Array,
     slots: Int32Array,
@@ -69,15 +70,17 @@ def find_fills(
     generation: npt.NDArray[np.uint32],
     block_size: int,
 ) -> BlockFills | None:
-    """Which blocks become full when rows compute [starts, ends), [r] each; None when there are none."""
-    first = starts // block_size
-    filled = ends // block_size - first
-    row = filled.nonzero()[0]
-    if not len(row):
+    """Which blocks become full when rows compute [starts, ends), [r] each; None when there are none.
+
+    Only the rows ``near`` [n] the end of a block are looked at.
+    """
+    first = starts[near] // block_size
+    filled = ends[near] // block_size - first
+    full = filled.nonzero()[0]
+    if not len(full):
         return None
-    counts = filled[row]
-    index = first[row]
-    total = int(counts.sum())
+    row, index, counts = near[full], first[full], filled[full]
+    total = int(np.add.reduce(counts))
     if total > len(row):
         row = np.repeat(row, counts)
         offset = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -21,6 +21,10 @@ def check_core(core: Scheduler) -> None:
         IntegrityError: the first breach found.
     """
     core.table.check_integrity()
+    table, n = core.table, len(core.table)
+    if (table.capacity[:n] - table.planned[:n] >= core.config.block_size).any():
+        # Growth and fills are looked for at the end of the last block alone.
+        raise IntegrityError("a sequence has a block before it needs it")
     _check_references(core)
     by_state: dict[State, set[int]] = {state: set() for state in State}
     for sequence in core.sequences:

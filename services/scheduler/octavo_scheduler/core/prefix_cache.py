@@ -89,10 +89,12 @@ class PrefixCache:
     def _look_up(self, chain: list[bytes]) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Blocks that answer to the hashes of a chain, up to the first that none answers to, and which are on the host."""
         on_device, on_host = self._device.find, self._host.find
+        found = list(map(on_device, chain))
+        if None not in found:
+            return np.array(found, np.int32), np.zeros(len(found), np.bool_)
         blocks: list[int] = []
         hosted: list[int] = []
-        for digest in chain:
-            block = on_device(digest)
+        for digest, block in zip(chain, found, strict=True):
             if block is None:
                 block = on_host(digest)
                 if block is None:
@@ -116,8 +118,11 @@ class PrefixCache:
         expected = np.empty(count, np.int64)
         expected[0] = self._root_number(sequence.root)
         expected[1:] = numbers[:-1]
-        good = (parents == expected) & (tokens == sequence.tokens[: count * size].reshape(count, size)).all(1)
-        return count if good.all() else int(good.argmin())
+        own = sequence.tokens[: count * size].reshape(count, size)
+        if np.array_equal(parents, expected) and np.array_equal(tokens, own):
+            return count
+        good = (parents == expected) & (tokens == own).all(1)
+        return int(good.argmin())
 
     def _root_number(self, root: bytes) -> int:
         number = self._roots.get(root)
@@ -176,6 +181,11 @@ class PrefixCache:
             return 0
         self._numbers = max(self._numbers, content.number)
         return content.number
+
+    def prepare_names(self) -> None:
+        """Make ready what ``take_names`` is going to say, while there is time."""
+        self._device.prepare_names()
+        self._host.prepare_names()
 
     def take_names(self) -> CacheOffer:
         """What the executor is to know of its pages' content, as a difference to the last call."""

@@ -231,12 +231,12 @@ class Scheduler:
             OutOfStepError: it answers another plan, reports a failed step (the epoch is over then), or its columns do
                 not answer every sample once; nothing was taken in.
         """
-        check_result(result, (self.term, self.epoch), self._sent, self._sequences)
+        plain = check_result(result, (self.term, self.epoch), self._sent, self._sequences)
         plan = self._sent.popleft()
         self.acknowledged = plan.step
         self.stats.generated_tokens += len(result.tokens) - len(result.scores)
-        commit_tokens(plan, result, self.table, self._sequences)
-        self._publisher.add(plan, result.sample_counts, self._sequences)
+        commit_tokens(plan, result, plain, self.table, self._sequences)
+        self._publisher.add(plan, None if plain else result.sample_counts)
         for fork in plan.forks:
             # Its parent's blocks up to the fork are published now, if ever.
             self.tidy()
@@ -251,7 +251,7 @@ class Scheduler:
             self._settle_moves(plan.moves)
         if plan.beams is not None:
             self.beams.commit(plan, result)
-        if result.ends.any():
+        if np.count_nonzero(result.ends):
             for sample in result.ends.nonzero()[0].tolist():
                 self._end_by_executor(int(plan.sample_uids[sample]), EndReason(int(result.ends[sample])), plan.step)
         for follower in plan.late:
@@ -259,7 +259,8 @@ class Scheduler:
 
     def tidy(self) -> None:
         """What need not be done before the next plan is sent: hash and publish the blocks that steps have filled."""
-        self._publisher.publish()
+        self._publisher.publish(self._sequences)
+        self.prefix_cache.prepare_names()
 
     def _preempt(self, victim: Sequence) -> None:
         """Just letting go: the references drop, the tokens stay, and it waits at its old place."""
@@ -320,7 +321,7 @@ class Scheduler:
                 step=self.step,
                 version=table.version,
                 slots=draft.slots,
-                uids=table.uid[draft.rows].copy(),
+                uids=draft.uids,
                 sampled=samples.of_row,
                 sample_slots=samples.slots,
                 sample_uids=samples.uids,
