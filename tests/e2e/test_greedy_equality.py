@@ -47,6 +47,7 @@ def reference(model_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
 
 
+@pytest.mark.timeout(900)
 def test_50_prompts_batched_together(start_stack: Callable[..., Stack], model_folder: Path, reference: Any) -> None:
     stack = start_stack("--served-model-name", "m", "--dtype", "float32", "--return-tokens-as-token-ids")
     batch = prompts(Tokenizer.from_file(str(model_folder / "tokenizer.json")))

@@ -221,17 +221,24 @@ class SchedulerProcess:
 
 async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
     """Run coroutines side by side until one ends; its error is raised, the others are cancelled."""
-    running = {asyncio.create_task(item) for item in work}
+    tasks = [asyncio.create_task(item) for item in work]
     try:
-        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         # Once is not enough: a cancellation that meets the end of a Redis call can get lost in its timeout handling.
+        running = {task for task in tasks if not task.done()}
         while running:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=0.1)
+        # Several may fail for one reason, at once or while they are cancelled.
+        errors = {task: error for task in tasks if not task.cancelled() and (error := task.exception()) is not None}
+    first = next((task for task in tasks if task in done and task in errors), None)
+    for task, error in errors.items():
+        if task is not first:
+            logger.info("the same moment: %r", error)
+    if first is not None:
+        raise errors[first]
 
 
 def run(settings: SchedulerSettings) -> int:
