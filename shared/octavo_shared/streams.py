@@ -220,6 +220,10 @@ class Streams:
         info: Any = await self.client.xinfo_stream(self.keys.requests)
         return bytes(info["last-generated-id"])
 
+    async def num_requests(self) -> int:
+        """Entries of the model stream: requests that are owed an end."""
+        return int(await self.client.xlen(self.keys.requests))
+
     async def num_pending(self) -> int:
         """Entries of the model stream that have been read and are not acknowledged yet."""
         return int((await self.client.xpending(self.keys.requests, GROUP))["pending"])
@@ -352,6 +356,11 @@ class Streams:
     async def next_term(self, at_least: int = 0) -> int:
         """A term greater than every one before, and than ``at_least``."""
         return int(await self._next_term(keys=[self.keys.term, self.keys.life], args=[at_least]))
+
+    async def last_life(self) -> str:
+        """The life of Redis (a run id) in which the last term was given; empty before the first one."""
+        life: Any = await self.client.get(self.keys.life)
+        return life.decode() if life else ""
 
     async def publish_limits(self, limits: ModelLimits) -> None:
         """Tell gateways what can be served."""

@@ -19,15 +19,26 @@ def run(script: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_the_cost_of_the_split() -> None:
-    printed = run("split_cost.py", "--rounds", "1", "--concurrency", "2", "--input-len", "8", "--output-len", "4")
+def test_the_cost_of_the_split(small_model: Any) -> None:
+    printed = run(
+        "split_cost.py",
+        str(small_model.folder),
+        "--rounds",
+        "1",
+        "--concurrency",
+        "2",
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+    )
     assert re.search(
         r"in process [\d.]+ tok/s, full stack [\d.]+ tok/s: ratio \d+\.\d{3} \([\d.]+ to [\d.]+\)$", printed
     )
 
 
-def test_serving() -> None:
-    printed = run("serving.py", "--input-len", "4", "--output-len", "2")
+def test_serving(small_model: Any) -> None:
+    printed = run("serving.py", str(small_model.folder), "--input-len", "4", "--output-len", "2")
     rows = re.findall(r"^\| (\d+) \| .*\|$", printed, re.MULTILINE)
     assert rows == ["1", "8", "32"] * 2, "one table of rates and one of where a step's time goes"
 

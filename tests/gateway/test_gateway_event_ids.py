@@ -30,6 +30,8 @@ def test_an_id_says_how_far_every_choice_has_come(choices: list[Told]) -> None:
     assert position.of(len(choices)) == UNTOLD
     assert not position.usage_told
     assert not position.done
+    # Who goes on from there says no less, whatever it has said itself.
+    assert EventIds(STREAM, len(choices), position).line().decode() == line
 
 
 def test_choices_in_step_make_short_ids() -> None:

@@ -134,6 +134,7 @@ class World:
     ends_when_computed = False
     fences = True
     new_terms = True
+    grace_ms = 0
 
     def __init__(self) -> None:
         self.redis = Redis()
@@ -201,7 +202,8 @@ class World:
     def take_lease(self) -> None:
         """A new process takes the lease, and over what is pending."""
         self.term += self.new_terms or not self.term
-        record = RequestRecord(ID, 0, np.zeros(1, np.int32), SamplingParams(max_tokens=LENGTH), n=CHOICES)
+        sampling, prompt = SamplingParams(max_tokens=LENGTH), np.zeros(1, np.int32)
+        record = RequestRecord(ID, 0, prompt, sampling, n=CHOICES, disconnect_grace_ms=self.grace_ms)
         scheduler = Scheduler(f"s{len(self.schedulers)}", self.term, LiveRequest(record, b"1-1", set(range(CHOICES))))
         self.holder = scheduler
         self.schedulers.append(scheduler)

@@ -17,12 +17,19 @@ import pytest
 from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from protocol_clients import ClientWorld, Connection
+from protocol_owners import OwnerWorld
 from protocol_restarts import RestartWorld
-from protocol_world import ID, Scheduler, World
+from protocol_world import CHOICES, ID, Fate, Scheduler, World
 
+from octavo_gateway.choice_view import ChoiceView
+from octavo_gateway.event_ids import EventIds, Position, Told
+from octavo_scheduler.live import LiveRequest
+from octavo_scheduler.orphans import Absences
 from octavo_scheduler.recovery import Resumption
 from octavo_shared.fold import ChoiceFold, FenceEvent, LogFold, SnapshotEvent, TokenEvent
 from octavo_shared.ids import NO_ATTEMPT
+from octavo_shared.records import AbortRecord
 
 
 class Machine(RuleBasedStateMachine):
@@ -53,6 +60,18 @@ class RestartMachine(Machine):
     """With a Redis that forgets."""
 
     kind = RestartWorld
+
+
+class OwnerMachine(Machine):
+    """With clients that come and go, and gateways that die."""
+
+    kind = OwnerWorld
+
+
+class ClientMachine(Machine):
+    """With a client that reads events and asks for the rest by their ids."""
+
+    kind = ClientWorld
 
 
 def play_at_random(kind: type[World], games: int, moves: int = 40) -> int:
@@ -148,6 +167,66 @@ class NeverFences(World):
         return [Resumption(scheduler.live, outputs, ended)]
 
 
+def heed_anybody(live: LiveRequest, word: AbortRecord) -> set[int]:
+    live.generation = 0
+    return live.heed(word)
+
+
+class ImpatientAbsences(Absences):
+    def has_abandoned(self, live: LiveRequest, now_s: float) -> bool:
+        return live.gateway in self.gone(now_s)
+
+
+class EndlessPatience(Absences):
+    def has_abandoned(self, live: LiveRequest, now_s: float) -> bool:
+        return False
+
+
+class NamesWhatIsRead(Connection):
+    def name(self, choice: int, folds: list[ChoiceFold]) -> None:
+        for other, fold in enumerate(folds):
+            if fold.tokens:
+                self.ids.told(other, len(fold.tokens), ended=bool(fold.end))
+
+
+class NamesWhatItHasTold(Connection):
+    def __init__(self, position: Position | None) -> None:
+        super().__init__(position)
+        self.ids = EventIds(ID, CHOICES)
+
+
+class CountsEvents(Connection):
+    def __init__(self, position: Position | None) -> None:
+        super().__init__(position)
+        self.events = [told.tokens if told else 0 for told in self.told]
+
+    def name(self, choice: int, folds: list[ChoiceFold]) -> None:
+        self.events[choice] += 1
+        self.ids.told(choice, self.events[choice], ended=self.views[choice].finish_reason is not None)
+
+
+class NamesNoEnds(Connection):
+    def name(self, choice: int, folds: list[ChoiceFold]) -> None:
+        self.ids.told(choice, self.views[choice].tokens, ended=False)
+
+
+class BeginsAgain(Connection):
+    def catch_up(self, view: ChoiceView, fold: ChoiceFold, told: Told) -> bool:
+        return True
+
+
+class GoesOnFromTheNewest(Connection):
+    def catch_up(self, view: ChoiceView, fold: ChoiceFold, told: Told) -> bool:
+        view.advance(fold, len(fold.tokens))
+        return True
+
+
+class ForgetsWhatWasHeldBack(Connection):
+    def catch_up(self, view: ChoiceView, fold: ChoiceFold, told: Told) -> bool:
+        view.tokens = told.tokens
+        return len(fold.tokens) >= told.tokens and not told.ended
+
+
 def without(name: str, world: type[World] = World, **change: object) -> type[World]:
     return type(name, (world,), change)
 
@@ -168,18 +247,54 @@ BROKEN = [
     without("L9: other tokens than were delivered go unnoticed", RestartWorld, compares=False),
     without("L9: what Redis calls new counts as new", RestartWorld, distrusts_redis=False),
     without("L9: ends of another life of Redis count", RestartWorld, acknowledges_in_one_life=False),
+    without("L7: an abort counts whoever says so", OwnerWorld, heeds=heed_anybody, redis_knows_owners=False),
+    without("L7: who reconnects is no new owner", OwnerWorld, bumps_generation=False),
+    without("L7: there is no grace after a gateway's lease", OwnerWorld, absences_kind=ImpatientAbsences),
+    without("L7: a gateway without a lease is waited for", OwnerWorld, absences_kind=EndlessPatience),
+    without("L7: nobody asks whose request it is now", OwnerWorld, asks_for_owner=False),
+    without("L8: an event's id names what has been read", ClientWorld, connection_kind=NamesWhatIsRead),
+    without("L8: an event's id names what this gateway has told", ClientWorld, connection_kind=NamesWhatItHasTold),
+    without("L8: an event's id counts events", ClientWorld, connection_kind=CountsEvents),
+    without("L8: an event's id does not tell ends", ClientWorld, connection_kind=NamesNoEnds),
+    without("L8: who comes back is told all once more", ClientWorld, connection_kind=BeginsAgain),
+    without("L8: who comes back goes on from the newest", ClientWorld, connection_kind=GoesOnFromTheNewest),
+    without("L8: what was held back is forgotten", ClientWorld, connection_kind=ForgetsWhatWasHeldBack),
+    without("L9: owners do not say again that they are", OwnerWorld, adopts_again=False),
+    without("L9: a generation that Redis has forgotten is given again", OwnerWorld, generations_are_new=False),
 ]
 
 
-@pytest.mark.parametrize("machine", [Machine, RestartMachine])
+@pytest.mark.parametrize("machine", [Machine, RestartMachine, OwnerMachine, ClientMachine])
 def test_the_promise_holds_in_whatever_order_things_happen(machine: type[Machine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=50, deadline=None))
 
 
-@pytest.mark.parametrize("kind", [World, RestartWorld])
-def test_the_promise_holds_in_many_games(kind: type[World]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "games"), [(World, 1500), (RestartWorld, 1500), (OwnerWorld, 800), (ClientWorld, 400)]
+)
+def test_the_promise_holds_in_many_games(kind: type[World], games: int) -> None:
     with pytest.raises(LookupError):
-        play_at_random(kind, 1500)
+        play_at_random(kind, games)
+
+
+def test_a_fence_that_redis_has_forgotten_is_no_place_to_start_from() -> None:
+    """Who has seen it may say so again, with tokens that the new attempt would not have started from."""
+    world = World()
+    world.delivered = True
+    world.take_lease()
+    scheduler = world.schedulers[0]
+    for _ in range(2):
+        world.advance(scheduler, Fate.DONE)
+    assert isinstance(world.redis.entries[0][1][0], FenceEvent)
+    world.redis.entries.clear()
+    for _ in range(3):
+        world.advance(scheduler, Fate.DONE)
+        assert scheduler.executor is None
+    while scheduler.work is not None:
+        world.advance(scheduler, Fate.DONE)
+    assert scheduler.executor is not None
+    assert scheduler.executor.attempt == world.whole()[0].attempt > (1, 1)
+    world.close()
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)

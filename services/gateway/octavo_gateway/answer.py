@@ -79,7 +79,7 @@ class Answer(Response):
         if position is not None:
             for slot in self._slots.values():
                 slot.told = position.of(slot.index)
-        self._ids = EventIds(self._records[0].id, len(self._slots))
+        self._ids = EventIds(self._records[0].id, len(self._slots), position)
         self._failure: Problem | None = None
         prefix = "chatcmpl-" if presentation.kind == "chat" else "cmpl-"
         kind = ChatRenderer if presentation.kind == "chat" else CompletionRenderer
@@ -235,10 +235,8 @@ class Answer(Response):
         """Bring a choice to where the client has read it before; False while the fold has not come as far."""
         told, view = slot.told, slot.view
         assert told is not None
-        if len(choice.tokens) < told.tokens and not choice.end:
-            return False
-        delta = view.advance(choice, None if told.ended else told.tokens)
-        if told.ended and view.finish_reason is None:
+        delta = view.catch_up(choice, told)
+        if delta is None:
             return False
         slot.told, slot.began = None, told.began
         if told.tokens or told.ended:

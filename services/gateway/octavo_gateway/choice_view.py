@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo_gateway.detokenizer import Detokenizer
+from octavo_gateway.event_ids import Told
 from octavo_gateway.stop_strings import StopScanner
 from octavo_shared.fold import ChoiceFold
 from octavo_shared.records import EndReason, Problem
@@ -98,6 +99,16 @@ class ChoiceView:
         if end:
             text += self._end(choice)
         return Delta(text, start, self.tokens)
+
+    def catch_up(self, choice: ChoiceFold, told: Told) -> Delta | None:
+        """Come to where the client has read it before (rule L8); None while the fold has not come as far.
+
+        What follows is then what the client does not know yet: held-back text and half-read stop strings are as they were.
+        """
+        if len(choice.tokens) < told.tokens and not choice.end:
+            return None
+        delta = self.advance(choice, None if told.ended else told.tokens)
+        return None if told.ended and self.finish_reason is None else delta
 
     def _scan(self, scanner: StopScanner, tokens: list[int], start: int, stop: int) -> str:
         parts = []

@@ -53,10 +53,14 @@ class Position:
 class EventIds:
     """Makes the ids of one answer's events."""
 
-    def __init__(self, stream: RequestId, num_choices: int) -> None:
+    def __init__(self, stream: RequestId, num_choices: int, position: Position | None = None) -> None:
+        """``position``: what the client knows already, of whatever choice the first event may be."""
         self._start = f"id: {stream}/".encode()
         self._words = ["-"] * num_choices
         self.enabled = num_choices <= MOST_CHOICES
+        for index, told in enumerate(position.choices[:num_choices] if position else ()):
+            if told.began:
+                self.told(index, told.tokens, ended=told.ended)
 
     def told(self, index: int, tokens: int, *, ended: bool) -> None:
         """The next event tells so much of a choice."""

@@ -53,7 +53,7 @@ class Gateway:
         self.limits = LimitsWatch(self.streams)
         self.aborts = Aborts(self.streams)
         self.reader = LogReader(self.streams, self.aborts, settings.gateway_lease_s)
-        self.foreign_logs = ForeignLogs(self.streams)
+        self.foreign_logs = ForeignLogs(self.streams, self.reader.incarnation)
         self.pressure = Pressure(self.limits, self.metrics.refused, self.reader.incarnation)
         self.rates = Rates(Buckets(self.streams.client, self.streams.keys), self.metrics.rate_limited)
         self.admission = Admission(

@@ -28,7 +28,7 @@ class LogReader(LogFollower):
 
     def __init__(self, streams: Streams, aborts: Aborts, lease_s: float) -> None:
         self.incarnation = mint_incarnation()
-        super().__init__(streams, self.incarnation)
+        super().__init__(streams, self.incarnation, self.incarnation)
         self._aborts = aborts
         self._lease_s = lease_s
         self._next_serial = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -118,7 +119,8 @@ async def _find(gateway: Gateway, caller: Caller, stream: RequestId) -> list[Sta
 async def _adopt(gateway: Gateway, standings: Sequence[Standing]) -> int:
     """Become the owner of what has not ended; whoever was it before is not heard any more."""
     owed = [standing.record.id for standing in standings if standing.is_owed]
-    generation = max(standing.generation for standing in standings) + 1
+    # A Redis that has lost its memory may have forgotten the generations that it gave last; the clock is ahead of them.
+    generation = max(int(time.time()), *(standing.generation + 1 for standing in standings))
     while owed and (present := await _ask(gateway.streams.adopt(owed, generation, gateway.reader.incarnation))):
         generation = present + 1
     return generation

@@ -9,7 +9,7 @@ from octavo_scheduler.core.beam_groups import BeamGroup
 from octavo_scheduler.core.sequence import Sequence
 from octavo_shared.fold_beams import BeamFold
 from octavo_shared.ids import RequestId
-from octavo_shared.records import RequestRecord
+from octavo_shared.records import AbortRecord, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,19 @@ class LiveRequest:
     def computing(self) -> list[Sequence]:
         """The sequences that compute for it."""
         return self.sequences if self.beams is None else self.beams.members
+
+    def heed(self, word: AbortRecord) -> set[int]:
+        """Take a word about who wants it; returns the open choices that are to end for it.
+
+        What an earlier owner says counts for nothing (rule L7).
+        """
+        if word.new_owner:
+            if word.owner_generation > self.generation:
+                self.generation, self.gateway = word.owner_generation, word.new_owner
+            return set()
+        if word.owner_generation < self.generation:
+            return set()
+        return set(self.open) if word.choice < 0 else {word.choice} & self.open
 
     def suspend(self) -> None:
         """Nothing computes for it until it starts again."""

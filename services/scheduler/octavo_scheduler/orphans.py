@@ -24,12 +24,37 @@ LONG_LOG = 2000
 logger = logging.getLogger(__name__)
 
 
-class OrphanWatch:
-    """Looks every ``period_s`` seconds for gateways without a lease.
+class Absences:
+    """Since when gateways have had no lease (seconds of whatever clock), as far as anybody has looked.
 
-    One that has none for ``settle_s`` is gone: after an outage of Redis, or at our own start, those that live need that long to
-    say so. From then on its requests have the time to be reconnected to that their records grant.
+    One without a lease for ``settle_s`` is gone: after an outage of Redis, or at our own start, those that live need that long
+    to say so. From then on its requests have the time to be reconnected to that their records grant.
     """
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._since: dict[str, float] = {}
+
+    def look(self, names: set[str], alive: set[str], now_s: float) -> None:
+        """Of the gateways ``names``, all that matter, those have a lease."""
+        self._since = {name: self._since.get(name, now_s) for name in names - alive}
+
+    def gone(self, now_s: float) -> set[str]:
+        """Gateways that are gone."""
+        return {name for name, since in self._since.items() if now_s - since > self._settle_s}
+
+    def has_abandoned(self, live: LiveRequest, now_s: float) -> bool:
+        """Whether a request's owner has been gone for longer than its client may stay away."""
+        since = self._since.get(live.gateway)
+        return since is not None and now_s - since > self._settle_s + live.record.disconnect_grace_ms / 1000
+
+    def forget(self, name: str) -> None:
+        """Nothing is left of it."""
+        self._since.pop(name, None)
+
+
+class OrphanWatch:
+    """Looks every ``period_s`` seconds for gateways without a lease; ``settle_s`` as in ``Absences``."""
 
     def __init__(
         self, service: SchedulerService, streams: Streams, *, period_s: float = 1.0, settle_s: float = 5.0
@@ -37,9 +62,7 @@ class OrphanWatch:
         self._service = service
         self._streams = streams
         self._period_s = period_s
-        self._settle_s = settle_s
-        # Since when gateways are gone (monotonic seconds), as far as we know.
-        self._gone_since: dict[str, float] = {}
+        self._absences = Absences(settle_s)
         self._logs: set[str] = set()
         self._scan_at = 0.0
 
@@ -61,16 +84,12 @@ class OrphanWatch:
         names = owed | self._logs | {live.gateway for live in self._service.live}
         alive = await self._streams.living_gateways(sorted(names))
         now = time.monotonic()
-        self._gone_since = {name: self._gone_since.get(name, now) for name in names - alive}
-        gone = {name for name, since in self._gone_since.items() if now - since > self._settle_s}
-        await self._end_abandoned([live for live in self._service.live if self._is_abandoned(live, now)])
+        self._absences.look(names, alive, now)
+        gone = self._absences.gone(now)
+        await self._end_abandoned([live for live in self._service.live if self._absences.has_abandoned(live, now)])
         for log in gone & (self._logs | owed):
             # Of a live one only what has grown long; it may have become somebody's last request only just now.
             await self._put_away(log, whole=log not in {live.record.id.log for live in self._service.live})
-
-    def _is_abandoned(self, live: LiveRequest, now: float) -> bool:
-        since = self._gone_since.get(live.gateway)
-        return since is not None and now - since > self._settle_s + live.record.disconnect_grace_ms / 1000
 
     async def _end_abandoned(self, lives: list[LiveRequest]) -> None:
         owners = await self._streams.owners([live.record.id for live in lives])
@@ -103,4 +122,4 @@ class OrphanWatch:
             logger.info("deleting the log of gateway %s, which is gone", log)
             await self._streams.delete_log(log)
             self._logs.discard(log)
-            self._gone_since.pop(log, None)
+            self._absences.forget(log)

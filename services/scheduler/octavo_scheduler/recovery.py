@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from redis.exceptions import RedisError
+
 from octavo_scheduler.live import LiveRequest
 from octavo_shared.entries import encode_fences
 from octavo_shared.fold import ChoiceFold, FenceEvent, LogFold
@@ -36,6 +38,13 @@ class Resumption:
     outranked_by: int = 0
 
 
+class FencesLostError(RedisError):
+    """Redis was restarted and has forgotten fences before they were read.
+
+    Whoever has seen them may say so again, together with tokens that the new attempt would not start from: it is void.
+    """
+
+
 async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) -> list[Resumption]:
     """Give every open choice of ``lives`` a new attempt of ``term`` and find out where it starts.
 
@@ -43,6 +52,7 @@ async def fence_and_read(streams: Streams, lives: list[LiveRequest], term: int) 
 
     Raises:
         redis.exceptions.RedisError: the log is out of reach; nothing has been decided, call again.
+        FencesLostError: the same, and Redis has forgotten the fences.
     """
     by_log: dict[str, list[LiveRequest]] = defaultdict(list)
     running = {live.record.id: sorted(live.open - live.ending) for live in lives}
@@ -76,7 +86,8 @@ async def _read_to_fences(
 ) -> tuple[dict[tuple[int, int], ChoiceFold], dict[int, BeamFold]]:
     """The fold of each choice at its own fence, and beam searches that go on there by serial.
 
-    The fences are in the log, so reading on always reaches them.
+    Raises:
+        FencesLostError: they are not in the log any more.
     """
     awaited = {(fence.serial, fence.choice): fence.attempt for fence in fences}
     fold = LogFold()
@@ -86,8 +97,9 @@ async def _read_to_fences(
     while awaited:
         page = await streams.read_log(log, after)
         if page.last_id == after:
-            # The gateway has trimmed them away meanwhile: they are part of its snapshot, which has been read. (Or all is gone,
-            # by an operator's flush: then nothing was delivered that we know of.)
+            # The gateway has trimmed them away meanwhile: they are part of its snapshot, which has been read.
+            if lost := [key for key, own in awaited.items() if fold.get(*key).attempt < own and not fold.get(*key).end]:
+                raise FencesLostError(f"{len(lost)} fences are not in log {log} any more")
             states.update({key: fold.get(*key) for key in awaited})
             searches.update({serial: fold.beams[serial] for serial, _ in awaited if serial in fold.beams})
             break

@@ -100,7 +100,7 @@ class SchedulerProcess:
             ReignOverError: the lease could not be kept, or something happened after which all must be read again.
         """
         run_id = await self.streams.run_id()
-        before, self._run_id = self._run_id, run_id
+        before, self._run_id = self._run_id or await self._life_of_what_waits(), run_id
         if before not in ("", run_id):
             # The lease may run out meanwhile: it is taken anew.
             await asyncio.sleep(RESEND_S)
@@ -134,6 +134,10 @@ class SchedulerProcess:
             await service.shut_down()
             if server is not None:
                 await server.stop(grace=None)
+
+    async def _life_of_what_waits(self) -> str:
+        """For who has not reigned yet: in which life of Redis others did, if they have left anything undone."""
+        return await self.streams.last_life() if await self.streams.num_requests() else ""
 
     async def _take_lease(self, stop: asyncio.Event) -> bool:
         """Wait for the lease; False when told to stop first."""
@@ -221,17 +225,24 @@ class SchedulerProcess:
 
 async def _until_first(*work: Coroutine[Any, Any, Any]) -> None:
     """Run coroutines side by side until one ends; its error is raised, the others are cancelled."""
-    running = {asyncio.create_task(item) for item in work}
+    tasks = [asyncio.create_task(item) for item in work]
     try:
-        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         # Once is not enough: a cancellation that meets the end of a Redis call can get lost in its timeout handling.
+        running = {task for task in tasks if not task.done()}
         while running:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=0.1)
+        # Several may fail for one reason, at once or while they are cancelled.
+        errors = {task: error for task in tasks if not task.cancelled() and (error := task.exception()) is not None}
+    first = next((task for task in tasks if task in done and task in errors), None)
+    for task, error in errors.items():
+        if task is not first:
+            logger.info("the same moment: %r", error)
+    if first is not None:
+        raise errors[first]
 
 
 def run(settings: SchedulerSettings) -> int:

@@ -109,11 +109,7 @@ class SchedulerService:
         live = self.live.get(record.request_id)
         if live is None:
             return False
-        if record.new_owner:
-            if record.owner_generation > live.generation:
-                live.generation, live.gateway = record.owner_generation, record.new_owner
-        elif record.owner_generation >= live.generation:
-            choices = set(live.open) if record.choice < 0 else {record.choice} & live.open
+        if choices := live.heed(record):
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
