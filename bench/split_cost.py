@@ -1,6 +1,6 @@
 """What the split into services costs: the same batch in one process (no log, no wire, no HTTP) and through the full stack.
 
-    python bench/split_cost.py [--concurrency 32] [--input-len 128] [--output-len 64] [--rounds 3]
+    python bench/split_cost.py [MODEL] [--concurrency 32] [--input-len 128] [--output-len 64] [--rounds 3]
 
 Rounds alternate between the two, so that a noisy machine hits both; the printed ratio is full stack over in-process, of
 output tokens per second: the median over the rounds, since the machine's speed drifts between them.
@@ -104,6 +104,7 @@ def stack_round(url: str, folder: Path, args: argparse.Namespace, seed: int) -> 
 def main() -> None:
     """Alternate rounds and print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="as of octavo serve")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
@@ -113,7 +114,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    folder = resolve_model(None).path
+    folder = resolve_model(args.model).path
     inside, through = [], []
     side = InProcessSide(folder, args)
     with server(str(folder)) as url:

@@ -1,8 +1,13 @@
 """For every test: GPU kernels are run by Triton's interpreter, and threads that wait for each other sleep."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+# Helpers that several rooms use lie beside this file.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Triton's decorators look at this once, when Triton is first imported, which may be long before the kernels' own tests:
 # transformers does it too.

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import torch
+from sampling_inputs import filter_columns, sample_rows
 from stage import Finding, Stage
 from torch import Tensor
 
@@ -16,47 +17,6 @@ from octavo_kernels.reference.sampling import candidates_of, logprobs_of, sample
 
 INF = math.inf
 Check = tuple[str, Callable[[Stage], Iterable[Finding]]]
-SETTINGS = [  # temperature, top-k, top-p, min-p
-    (0.0, 0, 1.0, 0.0),
-    (1.0, 0, 1.0, 0.0),
-    (0.6, 0, 1.0, 0.0),
-    (0.7, 1, 1.0, 0.0),
-    (1.3, 40, 0.9, 0.0),
-    (1.0, 0, 0.5, 0.0),
-    (1.0, 0, 0.99, 0.0),
-    (0.5, 0, 1e-6, 0.0),
-    (1.0, 0, 1.0, 0.1),
-    (2.0, 10**6, 0.7, 0.02),
-    (1.0, 20, 0.8, 0.05),
-    (1.0, 1000, 1.0, 0.0),
-]
-
-
-def rows_of(stage: Stage, count: int, history: list[list[int]] | None = None, **columns: object) -> SampleRows:
-    """Greedy rows without anything, on the host, but for the columns named (numbers fill)."""
-    history = history or [[] for _ in range(count)]
-    tokens = torch.full((count, max(1, *map(len, history))), 2**30, dtype=torch.int32)
-    for r, row in enumerate(history):
-        tokens[r, : len(row)] = torch.tensor(row, dtype=torch.int32)
-
-    def ints(value: int, size: int = count) -> Tensor:
-        return torch.full((size,), value, dtype=torch.int32)
-
-    def floats(value: float, size: int = count) -> Tensor:
-        return torch.full((size,), value)
-
-    rows = SampleRows(
-        *(floats(0.0), ints(0), floats(1.0), floats(0.0), floats(0.0), floats(0.0), floats(1.0)),
-        *(torch.zeros(count, dtype=torch.int64), torch.arange(count, dtype=torch.int32), tokens),
-        *(torch.arange(count, dtype=torch.int32), torch.tensor([len(h) for h in history], dtype=torch.int32), ints(0)),
-        *(ints(0, count + 1), ints(0, 0), floats(0.0, 0), ints(0, count + 1), ints(0, 0)),
-    )
-    given = {}
-    for name, value in columns.items():
-        like = getattr(rows, name)
-        tensor = torch.as_tensor(value, dtype=like.dtype)
-        given[name] = tensor.expand(like.shape).contiguous() if tensor.dim() == 0 else tensor
-    return replace(rows, **given)
 
 
 def on_device(stage: Stage, rows: SampleRows) -> SampleRows:
@@ -95,12 +55,11 @@ def check_draws(stage: Stage) -> Iterator[Finding]:
     """Every setting, on vocabularies of several sizes; then penalties, biases, bans and rows that cannot be drawn."""
     kernels = stage.kernels()
     for vocab in stage.pick((151936, 128256, 32000, 1000), (300,)):
-        settings = stage.pick(SETTINGS * 3, SETTINGS[4:6])
-        count = len(settings)
-        temperature, top_k, top_p, min_p = map(list, zip(*settings, strict=True))
+        columns = {name: stage.pick(column * 3, column[3:5]) for name, column in filter_columns().items()}
+        count = len(columns["top_k"])
         logits = logits_of(stage, count, vocab)
-        rows = rows_of(
-            stage, count, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        rows = sample_rows(
+            count, **columns,
             seed=[2**62 // (r + 1) - r for r in range(count)], position=[17 * r for r in range(count)],
         )  # fmt: skip
         got = kernels.sample(logits.to(stage.device), on_device(stage, rows))
@@ -109,7 +68,7 @@ def check_draws(stage: Stage) -> Iterator[Finding]:
     vocab = 300
     logits = logits_of(stage, 5, vocab)
     logits[0, 7], logits[1, 8], logits[2], logits[3, :-1] = math.nan, INF, -INF, -INF
-    rows = rows_of(stage, 5, temperature=1.0)
+    rows = sample_rows(5, temperature=1.0)
     got = kernels.sample(logits.to(stage.device), on_device(stage, rows))
     yield _compare(stage, "NaN, infinite, nothing left, one left", logits, rows, got)
 
@@ -121,8 +80,8 @@ def _penalised(stage: Stage) -> Iterator[Finding]:
     for row in history:
         row[::3] = [row[0]] * len(row[::3])
     each = stage.pick(300, 2)
-    rows = rows_of(
-        stage, count, history, temperature=[0.0, 1.0, 0.7] * (count // 3), top_p=[1.0, 1.0, 0.9] * (count // 3),
+    rows = sample_rows(
+        count, history, temperature=[0.0, 1.0, 0.7] * (count // 3), top_p=[1.0, 1.0, 0.9] * (count // 3),
         presence=[0.5, 0.0, 1.5] * (count // 3), frequency=[0.0, 0.25, 0.1] * (count // 3),
         repetition=[1.2, 1.0, 0.8] * (count // 3), output_start=[len(h) // 2 for h in history], seed=list(range(count)),
         bias_start=[each * r for r in range(count + 1)], bias_ids=rng.randint(-1, vocab + 1, each * count).tolist(),
@@ -141,7 +100,7 @@ def check_dependence(stage: Stage) -> Iterator[Finding]:
     columns = {
         "temperature": [0.6, 1.0] * (count // 2), "top_p": [1.0, 0.9] * (count // 2), "seed": list(range(count)),
     }  # fmt: skip
-    rows = rows_of(stage, count, **columns)
+    rows = sample_rows(count, **columns)
     token, _ = kernels.sample(logits, on_device(stage, rows))
     again, _ = kernels.sample(logits, on_device(stage, rows))
     yield stage.equal("sampling repeats", f"{count} rows of {vocab}", again, lambda: token)
@@ -149,8 +108,8 @@ def check_dependence(stage: Stage) -> Iterator[Finding]:
     some = replace(
         rows, **{name: getattr(rows, name)[order].contiguous() for name in ("temperature", "top_p", "seed", "position")}
     )
-    some = rows_of(
-        stage, len(order), **{name: getattr(some, name) for name in ("temperature", "top_p", "seed", "position")}
+    some = sample_rows(
+        len(order), **{name: getattr(some, name) for name in ("temperature", "top_p", "seed", "position")}
     )
     index = order.to(stage.device)
     fewer, _ = kernels.sample(logits[index].contiguous(), on_device(stage, some))
@@ -161,7 +120,7 @@ def check_distribution(stage: Stage) -> Iterator[Finding]:
     """Draws follow the softmax: chi-square over tokens, in standard deviations from its mean."""
     vocab, count = stage.pick((512, 65536), (4, 24))
     row = torch.from_numpy(np.random.RandomState(5).standard_normal(vocab).astype(np.float32)) * 1.5
-    rows = rows_of(stage, count, temperature=0.8, seed=list(range(count)), position=7)
+    rows = sample_rows(count, temperature=0.8, seed=list(range(count)), position=7)
     token, _ = stage.kernels().sample(row.expand(count, vocab).contiguous().to(stage.device), on_device(stage, rows))
 
     def error() -> float:
@@ -181,7 +140,7 @@ def check_lists(stage: Stage) -> Iterator[Finding]:
     target = torch.tensor([(7919 * r) % vocab if r != 2 else -1 for r in range(count)], dtype=torch.int32)
     there = logits.to(stage.device)
     got = kernels.logprobs(there, target.to(stage.device), wanted.to(stage.device), 20)
-    listed = kernels.candidates(there, on_device(stage, rows_of(stage, count)), wanted.to(stage.device), 20)
+    listed = kernels.candidates(there, on_device(stage, sample_rows(count)), wanted.to(stage.device), 20)
 
     def distance(mine: Tensor, theirs: Tensor, ids: tuple[Tensor, Tensor] | None) -> float:
         used = torch.arange(20)[None] < wanted[:, None] if mine.dim() == 2 else torch.ones(count, dtype=torch.bool)
@@ -202,7 +161,7 @@ def check_lists(stage: Stage) -> Iterator[Finding]:
     yield stage.measured(
         "best log-probabilities", case, lambda: distance(got.top_logprobs, want.top_logprobs, tops), limit
     )
-    best = candidates_of(logits, rows_of(stage, count), wanted, 20)
+    best = candidates_of(logits, sample_rows(count), wanted, 20)
     ids = (listed.ids, best.ids)
     yield stage.measured("candidates", case, lambda: distance(listed.logprobs, best.logprobs, ids), limit)
 

@@ -13,7 +13,7 @@ from stage import Finding, Stage
 from octavo_kernels import StepRows
 from octavo_kernels.interface import Fp8Rows, Int4Rows
 from octavo_kernels.quantized import E4M3, to_fp8, widen
-from octavo_kernels.reference import batch as plain
+from octavo_kernels.reference.batch import PlainInputs
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # Sums of products that are rounded once; fp8's come as bfloat16 whatever is asked for.
@@ -81,11 +81,11 @@ def check_step(stage: Stage) -> Iterator[Finding]:
         segments.append((row, 7 * row % (width // 2), row * 31, int(rng.randint(1, width // 2))))
     written, expected = stage.put(tokens), torch.from_numpy(tokens.copy())
     kernels.write_rows(written, stage.put(np.array(segments, np.int32)), stage.put(words), length)
-    plain.write_rows(expected, torch.tensor(segments, dtype=torch.int32), torch.from_numpy(words))
+    PlainInputs.write_rows(expected, torch.tensor(segments, dtype=torch.int32), torch.from_numpy(words), len(words))
     rows, columns, drawn = (rng.randint(0, 30, 40 if not stage.tiny else 3).astype(np.int32) for _ in range(3))
     rows = np.arange(len(rows), dtype=np.int32)
     kernels.put_tokens(written, *(stage.put(x) for x in (rows, columns, drawn)))
-    plain.put_tokens(expected, *(torch.from_numpy(x) for x in (rows, columns, drawn)))
+    PlainInputs.put_tokens(expected, *(torch.from_numpy(x) for x in (rows, columns, drawn)))
     yield stage.equal(
         "tables", f"{len(segments)} pieces, {len(rows)} tokens", written, lambda: expected.to(stage.device)
     )
@@ -101,7 +101,7 @@ def check_step(stage: Stage) -> Iterator[Finding]:
     rng_slots = np.resize(rng.permutation(slots), padded)
     mine, theirs = inputs(stage.device), inputs(torch.device("cpu"))
     kernels.prepare_inputs(step(stage.put), block, *mine)
-    plain.prepare_inputs(step(torch.from_numpy), block, *theirs)
+    PlainInputs.prepare_inputs(step(torch.from_numpy), block, *theirs)
     for name, got, want in zip(("ids", "positions", "slots", "block tables"), mine, theirs, strict=True):
         yield stage.equal("step inputs", f"{name} of {count} rows", got, lambda want=want: want.to(stage.device))
 

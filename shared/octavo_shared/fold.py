@@ -273,15 +273,10 @@ class LogFold:
         """The state of a choice; that of a choice nothing was said of yet is the empty one."""
         return self.choices.get((serial, choice)) or ChoiceFold()
 
-    def snapshots(self, only: int | None = None) -> Iterator[SnapshotEvent]:
-        """This state (``only``: that of one request) as events that reproduce it.
-
-        Those of one request belong into one entry of the log: a search is told with one of its choices.
-        """
+    def snapshots(self) -> Iterator[SnapshotEvent]:
+        """This state as events that reproduce it; those of one request belong into one entry of the log."""
         beams = dict(self.beams)
         for (serial, index), choice in self.choices.items():
-            if only not in (None, serial):
-                continue
             state = choice.snapshot(serial, index)
             yield state if choice.end or serial not in beams else replace(state, beams=beams.pop(serial))
 

@@ -333,7 +333,7 @@ class ExecutorSettings(GrpcSettings):
     kv_cache_memory_bytes: Count | None = setting(None, "cache", "Bytes for the KV cache; wins over utilisation.", ge=1)
     num_gpu_blocks_override: Count | None = setting(None, "cache", "Number of KV-cache blocks; wins over both.", ge=1)
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = setting(
-        "auto", "cache", "Type of keys and values; auto: that of activations. Others need a GPU."
+        "auto", "cache", "Type of keys and values; auto: that of activations, or the checkpoint's. Others need a GPU."
     )
     kv_offloading_size: float = setting(
         0.0,

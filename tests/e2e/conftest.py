@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 
 from e2e_stack import Stack
-from service_set import find_free_port, redis_server
+from log_server import debians_redis, log_server
+from service_set import find_free_port
 from tiny_models import save_tiny_model
 
 
@@ -91,17 +92,13 @@ def module_port() -> int:
 
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
-    """A Redis of one's own."""
-    process, url = redis_server(tmp_path)
-    yield url
-    process.kill()
-    process.wait(10)
+    """A Redis of one's own: Debian's where there is one, else the bundled Valkey."""
+    with log_server(tmp_path, binary=debians_redis()) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One for a whole module."""
-    process, url = redis_server(tmp_path_factory.mktemp("redis"))
-    yield url
-    process.kill()
-    process.wait(10)
+    with log_server(tmp_path_factory.mktemp("redis"), binary=debians_redis()) as url:
+        yield url

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 
 
 class Stack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from octavo.embedded_redis import bundled_server
 
 Process = subprocess.Popen[bytes]
 
@@ -129,13 +126,3 @@ def ask(url: str, body: dict[str, Any]) -> Answer:
     for event in events(url, body):
         answer.take(event)
     return answer
-
-
-def redis_server(folder: Path, port: int = 0, *flags: str) -> tuple[Process, str]:
-    """A Redis of one's own in ``folder``, Debian's where there is one, else the bundled Valkey; and its URL."""
-    binary = shutil.which("redis-server") or str(bundled_server())
-    socket = folder / "redis.sock"
-    common = ["--unixsocket", str(socket), "--dir", str(folder), "--maxmemory-policy", "noeviction", "--save", ""]
-    process = subprocess.Popen([binary, "--port", str(port), *common, *flags], stdout=subprocess.DEVNULL)
-    wait_until(socket.exists, what="Redis")
-    return process, f"unix://{socket}"

@@ -158,10 +158,10 @@ def compare_all(model: Model, reference: Reference, prompts: list[np.ndarray], a
 
 def test_default_model(default_model: Model, reference: Reference, prompts: list[np.ndarray]) -> None:
     """Each of the 20 prompts with at least one width and penalty, and each width with each penalty."""
-    tally = compare_all(default_model, reference, prompts, apart=5)
-    assert tally.compared == 4 * 3 * sum(WIDTHS)
+    tally = compare_all(default_model, reference, prompts, apart=9)
+    assert tally.compared == sum(width * len(range(cell, 20, 9)) for cell, width in enumerate(np.repeat(WIDTHS, 3)))
     assert tally.ties <= 2
-    assert tally.ended > 10
+    assert tally.ended > 5
 
 
 @pytest.mark.slow

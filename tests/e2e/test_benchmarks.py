@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,15 +19,26 @@ def run(script: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_the_cost_of_the_split() -> None:
-    printed = run("split_cost.py", "--rounds", "1", "--concurrency", "2", "--input-len", "8", "--output-len", "4")
+def test_the_cost_of_the_split(small_model: Any) -> None:
+    printed = run(
+        "split_cost.py",
+        str(small_model.folder),
+        "--rounds",
+        "1",
+        "--concurrency",
+        "2",
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+    )
     assert re.search(
         r"in process [\d.]+ tok/s, full stack [\d.]+ tok/s: ratio \d+\.\d{3} \([\d.]+ to [\d.]+\)$", printed
     )
 
 
-def test_serving() -> None:
-    printed = run("serving.py", "--input-len", "4", "--output-len", "2")
+def test_serving(small_model: Any) -> None:
+    printed = run("serving.py", str(small_model.folder), "--input-len", "4", "--output-len", "2")
     rows = re.findall(r"^\| (\d+) \| .*\|$", printed, re.MULTILINE)
     assert rows == ["1", "8", "32"] * 2, "one table of rates and one of where a step's time goes"
 
@@ -55,3 +67,37 @@ def test_the_worth_of_the_host_tier() -> None:
         else:
             # Where computing is cheaper it is computed, once that is known.
             assert float(gain) > 0.9
+
+
+def test_overload(small_model: Any) -> None:
+    printed = run(
+        *(
+            "overload.py",
+            str(small_model.folder),
+            "--unloaded",
+            "3",
+            "--seconds",
+            "2",
+            "--settle",
+            "1",
+            "--factor",
+            "2",
+        ),
+        *("--", "--num-threads", "1", "--max-model-len", "1024", "--num-gpu-blocks-override", "512"),
+    )
+    for name in ("unloaded", "overloaded", "refusals", "while it settled"):
+        assert re.search(rf"^{name} +(.*p50 \d+ ms, p99 \d+ ms|none)", printed, re.MULTILINE)
+    assert re.search(r"^admitted +[1-9]\d*, refused with 429 \d+, other 0$", printed, re.MULTILINE)
+    assert re.search(r"^goodput +[\d.]+ of what 8 clients get$", printed, re.MULTILINE)
+
+
+def test_idle_streams() -> None:
+    printed = run("idle_streams.py", "--streams", "30")
+    names = re.findall(r"^(\w+) +-?[\d.]+ KiB per stream .* [\d.]+% of a core idle$", printed, re.MULTILINE)
+    assert names == ["gateway", "scheduler", "Redis"]
+    assert re.search(r"^all ended after +[\d.]+ s, 30 whole$", printed, re.MULTILINE)
+
+
+def test_the_cost_of_a_refusal() -> None:
+    printed = run("refusal.py", "--requests", "40")
+    assert re.findall(r"^ +(\d+) words +\d+ us per refusal$", printed, re.MULTILINE) == ["10", "100", "2000"]

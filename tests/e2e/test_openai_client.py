@@ -106,17 +106,17 @@ def test_a_duplicated_client_id_is_only_a_label(stack: Stack, model: str) -> Non
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
 
 
-def test_the_limit_to_the_token(start_stack: Callable[..., Stack]) -> None:
+def test_the_limit_to_the_token(start_small: Callable[..., Stack]) -> None:
     limit = 300
-    short = start_stack("--max-model-len", str(limit), "--served-model-name", "short")
+    short = start_small("--max-model-len", str(limit))
     with openai.OpenAI(base_url=f"{short.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         assert httpx.get(f"{short.url}/v1/models").json()["data"][0]["max_model_len"] == limit
-        fits = client.completions.create(model="short", prompt=[5] * (limit - 1), max_tokens=1)
+        fits = client.completions.create(model="m", prompt=[5] * (limit - 1), max_tokens=1)
         assert fits.usage is not None
         assert (fits.usage.prompt_tokens, fits.choices[0].finish_reason) == (limit - 1, "length")
         for tokens in (limit, limit + 1):
             with pytest.raises(openai.BadRequestError) as refusal:
-                client.completions.create(model="short", prompt=[5] * tokens, max_tokens=1)
+                client.completions.create(model="m", prompt=[5] * tokens, max_tokens=1)
             assert f"maximum context length is {limit} tokens" in str(refusal.value)
             assert refusal.value.code == "context_length_exceeded"
     short.wait_idle()
@@ -181,9 +181,9 @@ def test_request_ids_are_minted_by_us(stack: Stack, model: str) -> None:
     assert second.serial > first.serial
 
 
-def test_the_metrics_add_up(start_stack: Callable[..., Stack]) -> None:
+def test_the_metrics_add_up(start_small: Callable[..., Stack]) -> None:
     """vLLM's own check of its metrics, with its numbers: 10 completions of 10 tokens each."""
-    stack = start_stack("--served-model-name", "m", "--max-model-len", "256")
+    stack = start_small("--max-model-len", "256")
     prompts = [[100 + i] * (5 + i) for i in range(10)]
     for prompt in prompts:
         body = {"model": "m", "prompt": prompt, "max_tokens": 10, "ignore_eos": True, "temperature": 0}

@@ -6,7 +6,6 @@ A kill loses nothing that Redis has written; here the append-only file is cut ba
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections import deque
@@ -17,7 +16,8 @@ import httpx
 import pytest
 from crowd import PROMPT, Crowd, Reference
 from e2e_stack import READY_TIMEOUT_S
-from service_set import Process, Services, redis_server, wait_until
+from log_server import LogServer, debians_redis
+from service_set import Services, wait_until
 
 LOOK_S = 0.02
 # Longer than the other services take to notice.
@@ -31,14 +31,13 @@ class FrailRedis:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sizes: deque[tuple[float, int]] = deque(maxlen=1000)
-        self._process, self.url = self._start()
+        flags = ("--appendonly", "yes", "--appendfsync", "everysec")
+        self._server = LogServer(folder, *flags, binary=debians_redis()).start()
+        self.url = self._server.url
         wait_until(lambda: any(folder.glob("appendonlydir/*.incr.aof")), what="the append-only file")
         self._is_over = threading.Event()
         self._clerk = threading.Thread(target=self._note_sizes)
         self._clerk.start()
-
-    def _start(self) -> tuple[Process, str]:
-        return redis_server(self._folder, 0, "--appendonly", "yes", "--appendfsync", "everysec")
 
     @property
     def _file(self) -> Path:
@@ -51,8 +50,7 @@ class FrailRedis:
 
     def lose_power(self, lost_s: float) -> bytes:
         """Come back without what came in the last ``lost_s`` seconds; returns that."""
-        self._process.kill()
-        self._process.wait(10)
+        self._server.stop(kill=True)
         moment = time.monotonic() - lost_s
         size = max(size for at, size in self._sizes if at <= moment)
         with self._file.open("r+b") as file:
@@ -60,16 +58,13 @@ class FrailRedis:
             lost = file.read()
             file.truncate(size)
         time.sleep(DARK_S)
-        (self._folder / "redis.sock").unlink(missing_ok=True)
-        self._process, _ = self._start()
+        self._server.start()
         return lost
 
     def close(self) -> None:
         self._is_over.set()
         self._clerk.join()
-        self._process.kill()
-        self._process.wait(10)
-        shutil.rmtree(self._folder)
+        self._server.stop(kill=True)
 
 
 class Repeated:

@@ -49,10 +49,10 @@ def receiver() -> Iterator[Receiver]:
     receiver.server.stop(0)
 
 
-def test_one_trace_covers_a_request(start_stack: Callable[..., Stack], receiver: Receiver) -> None:
+def test_one_trace_covers_a_request(start_small: Callable[..., Stack], receiver: Receiver) -> None:
     # 100 blocks of 16 tokens: two sequences of 700 + 160 tokens cannot both grow to the end.
-    stack = start_stack(
-        *("--otlp-traces-endpoint", f"http://127.0.0.1:{receiver.port}", "--served-model-name", "m"),
+    stack = start_small(
+        *("--otlp-traces-endpoint", f"http://127.0.0.1:{receiver.port}"),
         *("--max-model-len", "1500", "--num-gpu-blocks-override", "100", "--max-num-batched-tokens", "256"),
     )
 

@@ -175,19 +175,20 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor, Tensor, int], tu
 }
 
 
-def save_quantized_model(name: str, folder: Path, *, skip: tuple[str, ...] = ()) -> Any:
+def save_quantized_model(name: str, folder: Path, *, skip: tuple[str, ...] = (), head: bool = False) -> Any:
     """A tiny Llama with biases, its linear layers stored as FORMATS[name] says; transformers' own with the same numbers.
 
-    Layers whose name contains one of ``skip`` stay plain.
+    Layers whose name contains one of ``skip`` stay plain; with ``head`` there is a quantised output head too.
     """
-    model = save_tiny_model("llama", folder, **SIZES)
+    more = {"tie_word_embeddings": False, "vocab_size": 136} if head else {}
+    model = save_tiny_model("llama", folder, **SIZES, **more)
     config, store, shuffled = FORMATS[name]
     tensors = load_file(folder / "model.safetensors")
     own = model.state_dict()
     generator = torch.Generator().manual_seed(1)
     for full in list(tensors):
         layer = full.removesuffix(".weight")
-        if layer.rpartition(".")[2] not in LINEARS or any(part in full for part in skip):
+        if layer.rpartition(".")[2] not in (*LINEARS, "lm_head") or any(part in full for part in skip):
             continue
         matrix = tensors.pop(full)
         size = config.get("group_size", 32)

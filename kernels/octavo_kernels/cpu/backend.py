@@ -26,11 +26,10 @@ from octavo_kernels.interface import (
     Logprobs,
     PageShapes,
     SampleRows,
-    StepRows,
     WeightRows,
 )
-from octavo_kernels.reference import batch as batch_inputs
 from octavo_kernels.reference.backend import pack_whole, transposed_keys
+from octavo_kernels.reference.batch import PlainInputs
 
 PANEL = 16
 SYSTEM_PAGE = mmap.PAGESIZE
@@ -75,7 +74,7 @@ class CpuProgram:
         self._run(self._ops)
 
 
-class CpuKernels:
+class CpuKernels(PlainInputs):
     """Implements ``octavo_kernels.interface.Kernels`` for float32 activations; see there for shapes."""
 
     name = "cpu"
@@ -145,17 +144,6 @@ class CpuKernels:
             yield lambda: CpuProgram(self._run_ops, ops, keep)
         finally:
             self._recording = None
-
-    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
-        batch_inputs.write_rows(table, segments, words)
-
-    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
-        batch_inputs.put_tokens(table, rows, columns, tokens)
-
-    def prepare_inputs(
-        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
-    ) -> None:
-        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
 
     def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
         return False

@@ -19,11 +19,10 @@ from octavo_kernels.interface import (
     Logprobs,
     PageShapes,
     SampleRows,
-    StepRows,
     WeightRows,
 )
 from octavo_kernels.quantized import fp8_product, to_fp8, widen
-from octavo_kernels.reference import batch as batch_inputs
+from octavo_kernels.reference.batch import PlainInputs
 from octavo_kernels.reference.sampling import candidates_of, logprobs_of, sample_row
 
 
@@ -55,7 +54,7 @@ def pack_whole(kernels: Kernels, rows: WeightRows, dtype: torch.dtype) -> Linear
     return weight
 
 
-class ReferenceKernels:
+class ReferenceKernels(PlainInputs):
     """Implements ``octavo_kernels.interface.Kernels``; see there for shapes."""
 
     name = "reference"
@@ -75,17 +74,6 @@ class ReferenceKernels:
 
     def record(self) -> None:
         return None
-
-    def write_rows(self, table: Tensor, segments: Tensor, words: Tensor, longest: int) -> None:
-        batch_inputs.write_rows(table, segments, words)
-
-    def put_tokens(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
-        batch_inputs.put_tokens(table, rows, columns, tokens)
-
-    def prepare_inputs(
-        self, rows: StepRows, block_size: int, ids: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
-    ) -> None:
-        batch_inputs.prepare_inputs(rows, block_size, ids, positions, slots, block_tables)
 
     def can_hold(self, rows: Fp8Rows | Int4Rows) -> bool:
         return True

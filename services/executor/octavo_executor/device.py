@@ -14,7 +14,7 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -231,6 +231,34 @@ class _CudaStream:
         self.stream.wait_event(event.event)
 
 
+class _PinnedMemory(mmap.mmap):
+    """Memory of the host in system pages of its own: a page that two registrations share is refused."""
+
+    _runtime: Any = None
+    _address = 0
+
+    def pin(self, runtime: Any) -> Tensor:
+        """Its bytes, uint8[size], for the device to read and write until this and all tensors of it are gone.
+
+        Raises:
+            MemoryError: the system does not pin so much.
+        """
+        # Compilers are started as processes: a page that one of them shares for a moment could be copied under the device.
+        self.madvise(mmap.MADV_DONTFORK)
+        tensor = torch.frombuffer(self, dtype=torch.uint8)
+        # 1 is cudaHostRegisterPortable.
+        error = int(runtime.cudaHostRegister(tensor.data_ptr(), len(self), 1))
+        if error:
+            raise MemoryError(f"{len(self) / 2**30:.2f} GiB of memory cannot be pinned: CUDA's error {error}")
+        self._runtime, self._address = runtime, tensor.data_ptr()
+        return tensor
+
+    def __del__(self) -> None:
+        # Before the pages go: another mapping may get their addresses, and would be taken for registered.
+        if self._runtime is not None:
+            self._runtime.cudaHostUnregister(self._address)
+
+
 class CudaDevice:
     """One GPU; implements ``Device``. It is the current device of the thread that makes it, which must be the one that uses it."""
 
@@ -249,7 +277,7 @@ class CudaDevice:
         self.fetch = _CudaStream(self.torch_device)
         # Graphs are replayed one at a time and leave nothing in their memory: one piece serves all.
         self._pool = torch.cuda.graph_pool_handle()
-        self._pinned: list[mmap.mmap] = []
+        self._pinned: list[_PinnedMemory] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
@@ -264,15 +292,8 @@ class CudaDevice:
         size = torch.Size(shape).numel() * dtype.itemsize
         if size < LARGE_BYTES:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        # System pages of its own: a page that two registrations share is refused.
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Compilers are started as processes: a page that one of them shares for a moment could be copied under the device.
-        memory.madvise(mmap.MADV_DONTFORK)
-        words = torch.frombuffer(memory, dtype=torch.uint8)
-        # 1 is cudaHostRegisterPortable.
-        error = int(torch.cuda.cudart().cudaHostRegister(words.data_ptr(), size, 1))
-        if error:
-            raise MemoryError(f"{size / 2**30:.2f} GiB of memory cannot be pinned: CUDA's error {error}")
+        memory = _PinnedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        words = memory.pin(torch.cuda.cudart())
         self._pinned.append(memory)
         return words.view(dtype).view(shape)
 

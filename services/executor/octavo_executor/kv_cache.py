@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,16 @@ def attention_shape(spec: ModelSpec, block_size: int, layer: int = 0) -> Attenti
 
 
 def choose_page_dtype(name: str, plain: torch.dtype, spec: ModelSpec, block_size: int, kernels: Kernels) -> torch.dtype:
-    """The type of pages for ``--kv-cache-dtype`` ``name``; ``plain`` for "auto".
+    """The type of pages for ``--kv-cache-dtype`` ``name``; for "auto" what the checkpoint was made for, where the backend has
+    such pages, else ``plain``.
 
     Raises:
         SettingError: there is no such type, or the backend has no pages of it.
     """
     if name == "auto":
+        fp8 = spec.quantization is not None and spec.quantization.fp8_cache
+        with suppress(SettingError):
+            return choose_page_dtype("fp8", plain, spec, block_size, kernels) if fp8 else plain
         return plain
     if name not in PAGE_DTYPES:
         raise SettingError(f"--kv-cache-dtype {name}: there are auto, {', '.join(PAGE_DTYPES)}")

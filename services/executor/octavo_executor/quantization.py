@@ -25,7 +25,8 @@ class QuantizationSpec:
     """How quantised matrices of a checkpoint are stored; which ones are is seen by their tensors. ``method`` is its name.
 
     ``group_size`` inputs share a scale (0: all of them). ``zero_offset`` is added to GPTQ's stored zeros. ``block``
-    outputs by inputs share a scale in fp8, with (0, 0) each output, or the whole matrix, has one.
+    outputs by inputs share a scale in fp8, with (0, 0) each output, or the whole matrix, has one. ``fp8_cache``: keys and values
+    were meant to be kept in fp8, with the checkpoint's scales.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class QuantizationSpec:
     group_size: int = 0
     zero_offset: int = 0
     block: tuple[int, int] = (0, 0)
+    fp8_cache: bool = False
 
 
 def _refuse(what: str) -> UnsupportedQuantizationError:
@@ -75,7 +77,19 @@ def _fp8(config: dict[str, Any]) -> QuantizationSpec:
     return QuantizationSpec("fp8", block=_block(config.get("weight_block_size")))
 
 
+def _is_fp8_cache(scheme: dict[str, Any]) -> bool:
+    """Whether a ``kv_cache_scheme`` is what fp8 pages hold: static scales per tensor or head, none for zero."""
+    kind = scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)
+    return (
+        kind == (8, "float", True) and not scheme.get("dynamic") and scheme.get("strategy") in ("tensor", "attn_head")
+    )
+
+
 def _compressed_tensors(config: dict[str, Any]) -> QuantizationSpec:
+    return replace(_compressed_weights(config), fp8_cache=_is_fp8_cache(config.get("kv_cache_scheme") or {}))
+
+
+def _compressed_weights(config: dict[str, Any]) -> QuantizationSpec:
     kind = str(config.get("format"))
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if config.get("transform_config") or sparsity != "dense":

@@ -114,6 +114,14 @@ class _Reader:
     def plain(self, name: str, rows: int, columns: int) -> LinearWeight:
         return self._kernels.pack(self._source.take(name, rows, columns), self._dtypes.weights)
 
+    def head(self, rows: int, columns: int) -> LinearWeight:
+        """The output head. A quantised one is widened: products in e4m3 come in bfloat16, too coarse for logits."""
+        piece = self._source.rows("lm_head", rows, columns, self._spec.quantization)
+        if not isinstance(piece, Tensor):
+            self.widened += 1
+            piece = widen(piece, self._dtypes.weights)
+        return self._kernels.pack(piece, self._dtypes.weights)
+
     def matrix(self, columns: int, *parts: tuple[str, int]) -> LinearWeight:
         """Matrices with the same inputs, one above the other."""
         pieces = [self._piece(name, rows, columns) for name, rows in parts]
@@ -206,13 +214,13 @@ def load_weights(
 
         read = tuple(layers())
         norm = reader.vector("model.norm.weight", hidden)
-        head = embedding if spec.tied_embeddings else reader.plain("lm_head.weight", vocab, hidden)
+        head = embedding if spec.tied_embeddings else reader.head(vocab, hidden)
         page_scales = reader.page_scales()
         source.finish(lambda name: _is_superfluous(name, spec, source))
         if widened := reader.widened + source.unfolded:
             logger.warning(
                 "%d quantised matrices are stored as %s: they have an act-order, a scale per block, or sizes or a type "
-                "that the %s kernels do not multiply by",
+                "that the %s kernels do not multiply by, or are the output head",
                 widened,
                 str(dtypes.weights).removeprefix("torch."),
                 kernels.name,

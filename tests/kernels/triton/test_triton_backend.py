@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import sample_rows
+from sampling_inputs import sample_rows
 from torch import Tensor
 from transformers import (
     LlamaConfig,

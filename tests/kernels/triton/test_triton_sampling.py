@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import sample_rows
+from sampling_inputs import filter_columns, sample_rows
 
 from octavo_kernels import SampleStatus
 from octavo_kernels.interface import Kernels
@@ -101,30 +101,14 @@ def test_greedy_takes_the_first_of_the_best(cpu: Kernels, reference: Kernels, vo
     assert same(cpu, reference, logits, tile)[1:] == [0, vocab // 2, 0]
 
 
-SETTINGS = [  # temperature, top-k, top-p, min-p
-    (1.0, 0, 1.0, 0.0),
-    (0.7, 1, 1.0, 0.0),
-    (1.0, 3, 1.0, 0.0),
-    (1.3, 40, 0.9, 0.0),
-    (1.0, 0, 0.5, 0.0),
-    (1.0, 0, 0.99, 0.0),
-    (0.5, 0, 1e-6, 0.0),
-    (1.0, 0, 1.0, 0.1),
-    (2.0, 10**6, 0.7, 0.02),
-    (0.01, 0, 0.9999999, 0.0),
-    (1.0, 0, 1.0, 1.0),
-    (1.0, 20, 0.8, 0.05),
-]
-
-
 @pytest.mark.parametrize(
     ("vocab", "tile", "spread"),
     [(5, 16, 1.0), (131, 64, 0.01), (131, 64, 1.0), (131, 64, 10.0), (1003, 256, 1.0)],
 )
 def test_filters_and_noise(cpu: Kernels, reference: Kernels, vocab: int, tile: int, spread: float) -> None:
     torch.manual_seed(vocab)
-    columns = dict(zip(("temperature", "top_k", "top_p", "min_p"), map(list, zip(*SETTINGS, strict=True)), strict=True))
-    count = len(SETTINGS)
+    columns = filter_columns()
+    count = len(columns["top_k"])
     same(
         cpu,
         reference,

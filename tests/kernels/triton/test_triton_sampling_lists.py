@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import sample_rows
+from sampling_inputs import sample_rows
 
 from octavo_kernels import SampleStatus
 from octavo_kernels.interface import Kernels
