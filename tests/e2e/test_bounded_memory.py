@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 from e2e_stack import READY_TIMEOUT_S
+from log_server import LogServer, debians_redis
 from redis import Redis
-from service_set import Services, redis_server, wait_until
+from service_set import Services, wait_until
 
 CLIENTS = 16
 # What allocators and caches may take beyond what they had, whatever the number of requests.
@@ -80,19 +81,18 @@ async def crowd(port: int, start: int, count: int) -> dict[int, int]:
 
 
 def check_bounded(small_model: Any, folder: Path, port: int, warm_up: int, count: int) -> None:
-    redis_process, redis_url = redis_server(folder)
-    services = Services(small_model.folder, redis_url, folder, port)
-    services.processes.append(redis_process)
+    server = LogServer(folder, binary=debians_redis()).start()
+    services = Services(small_model.folder, server.url, folder, port)
     try:
         processes = {
             "gateway": services.gateway("--stream-resume-ttl", "1", "--log-level", "error"),
             "scheduler": services.scheduler(0, "--max-queue-wait", "0"),
             "executor": services.executor("e", "--log-level", "error"),
-            "redis": redis_process,
         }
         watched = {name: psutil.Process(process.pid) for name, process in processes.items()}
+        redis = Redis.from_url(server.url)
+        watched["redis"] = psutil.Process(redis.info("server")["process_id"])
         wait_until(services.ready, READY_TIMEOUT_S)
-        redis = Redis.from_url(redis_url)
 
         def settled() -> bool:
             return not any(redis.scan_iter("octavo:*request:*")) and services.ready()
@@ -114,6 +114,7 @@ def check_bounded(small_model: Any, folder: Path, port: int, warm_up: int, count
         assert redis.dbsize() <= keys, "keys are left over"
     finally:
         services.close()
+        server.stop(kill=True)
 
 
 def test_what_is_over_leaves_nothing(small_model: Any, tmp_path: Path, free_port: int) -> None:

@@ -25,7 +25,7 @@ def bound_on_queued_tokens(settings: SchedulerSettings, engines: Sequence[Engine
 
 
 def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engine], backlog: Backlog) -> ModelLimits:
-    """The limits as of now: of sizes the smallest among executors counts, of work all of it."""
+    """The limits as of now: of sizes the greatest among executors counts, of work all of it."""
     now = time.monotonic()
     standing = backlog.standing(one for engine in engines for one in engine.progress())
     alive = [engine for engine in engines if engine.is_making_progress(now)]
@@ -40,14 +40,14 @@ def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engin
     backlog.last_tokens_per_s = rate or backlog.last_tokens_per_s
     return ModelLimits(
         model=settings.model_name,
-        max_model_len=min((config.max_model_len for config in configs), default=0),
-        pool_tokens=min((info.num_device_blocks * info.block_size for info in infos), default=0),
+        max_model_len=max((config.max_model_len for config in configs), default=0),
+        pool_tokens=max((info.num_device_blocks * info.block_size for info in infos), default=0),
         vocab_size=min((info.vocab_size for info in infos), default=0),
         ready=bool(alive),
         reason="" if alive else "no executor makes progress" if engines else "no executor is attached",
         executors=len(alive),
         term=term,
-        max_num_seqs=min((config.max_num_seqs for config in configs), default=0),
+        max_num_seqs=max((config.max_num_seqs for config in configs), default=0),
         queued_tokens=standing.queued_tokens,
         tokens_per_s=backlog.last_tokens_per_s,
         max_queued_tokens=bound_on_queued_tokens(settings, engines),
