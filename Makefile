@@ -61,7 +61,7 @@ bench-scheduler: $(STAMP) ## What the scheduler's core costs per step, beside wh
 bench-host-tier: $(STAMP) ## What the host tier is worth under constant preemption
 	$(BIN)/python bench/host_tier.py $(ARGS)
 
-# Half an hour. ARGS='--faults 40 --requests 300 --seed 1 --only kill' for less.
+# About an hour. ARGS='--faults 40 --requests 160 --seed 1 --only kill' for less.
 chaos: $(STAMP) ## Kill, stop, cut off and restart everything while clients read; nothing may be lost, repeated or different
 	$(BIN)/python bench/chaos $(ARGS)
 

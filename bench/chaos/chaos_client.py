@@ -16,8 +16,6 @@ from chaos_jobs import Job
 
 NOT_NOW = (429, 503)
 PAUSE_S = 0.2
-# Nobody is kept waiting for longer than this, whatever happens meanwhile.
-PATIENCE_S = 120.0
 # A connection on which nothing comes for so long is given up, as clients do.
 SILENCE_S = 10.0
 
@@ -35,7 +33,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Told:
-    """All of one answer. ``heard_s``: when something was heard (monotonic); ``failure``: why there is no answer."""
+    """All of one answer. ``heard_s``: when something was heard (monotonic); ``failure``: why there is no answer; ``ended_s``: 0
+    until nobody waits for it any more."""
 
     job: Job
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -43,6 +42,7 @@ class Told:
     done: int = 0
     failure: str = ""
     began_s: float = 0.0
+    ended_s: float = 0.0
     heard_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     # What clients had been told when their connection broke and they began again.
@@ -84,30 +84,36 @@ class Told:
 
 
 class Clients:
-    """Plays jobs, so many at once. ``port`` gives the port of gateway number i."""
+    """Plays jobs, so many at once. ``port`` gives the port of gateway number i. Nobody waits for longer than ``patience_s`` for
+    the end of an answer, whatever happens meanwhile."""
 
-    def __init__(self, port: Callable[[int], int], gateways: int, seed: int) -> None:
+    def __init__(self, port: Callable[[int], int], gateways: int, seed: int, patience_s: float) -> None:
         self._port = port
         self._gateways = gateways
+        self._patience_s = patience_s
         self._rng = random.Random(seed)
         # Who asks again with the same key gets the same answer; another run's are others.
         self._label = f"run-{seed}"
         self.told: list[Told] = []
         self._watching: list[asyncio.Task[None]] = []
 
-    async def play(self, jobs: list[Job], at_once: int) -> list[Told]:
-        """Play all jobs; what clients were told, by job."""
+    async def play(self, jobs: list[Job], at_once: int, due: Callable[[], int] | None = None) -> list[Told]:
+        """Play all jobs, so many at once and no more than ``due`` says; what clients were told, by job."""
         queue = list(reversed(jobs))
 
         async def client() -> None:
             while queue:
+                if due is not None and len(self.told) >= due():
+                    await asyncio.sleep(0.02)
+                    continue
                 told = Told(queue.pop(), began_s=time.monotonic())
                 self.told.append(told)
                 try:
-                    async with asyncio.timeout(PATIENCE_S):
+                    async with asyncio.timeout(self._patience_s):
                         await self._ask(told)
                 except TimeoutError:
-                    told.failure = f"no end within {PATIENCE_S:g} s"
+                    told.failure = f"no end within {self._patience_s:g} s"
+                told.ended_s = time.monotonic()
 
         await asyncio.gather(*(client() for _ in range(at_once)))
         await asyncio.gather(*self._watching)

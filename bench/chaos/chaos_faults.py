@@ -18,6 +18,9 @@ from octavo_shared.entries import MalformedEntryError, decode_entry
 from octavo_shared.fold import SnapshotEvent
 from octavo_shared.streams import FIELD, Keys
 
+# The share of faults that the next one does not wait for.
+ON_TOP = 0.15
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -52,6 +55,8 @@ class Saboteur:
             "pause-gateway": (1, self._pause_gateway),
             "pause-redis": (1, self._pause_redis),
             "restart-redis": (1, self._restart_redis),
+            "slow-disk": (2, self._slow_disk),
+            "rewrite-aof": (0.5, self._rewrite_aof),
             "lose-redis": (1, self._lose_redis),
             "cut-executor": (2, self._cut_executor),
             "cut-redis": (3, self._cut_redis),
@@ -70,6 +75,8 @@ class Saboteur:
         if stack.sizes.appendfsync == "always":
             # Then nothing is lost that anyone has been told of.
             self.without("lose-redis")
+        if not stack.disk.usable:
+            self.without("slow-disk")
         if only:
             self._kinds = {name: kind for name, kind in self._kinds.items() if name.startswith(tuple(only))}
 
@@ -77,8 +84,16 @@ class Saboteur:
         """Never do what ends so."""
         self._kinds = {name: kind for name, kind in self._kinds.items() if not name.endswith(endings)}
 
-    async def work(self, count: int, every_s: float, still: Callable[[], bool]) -> None:
-        """Do harm ``count`` times, about every so many seconds, as long as ``still`` holds; then undo all of it."""
+    async def work(
+        self,
+        count: int,
+        every_s: float,
+        still: Callable[[], bool],
+        overcome: Callable[[Fault], Awaitable[None]],
+        say: Callable[[Fault], None],
+    ) -> None:
+        """Do harm ``count`` times as long as ``still`` holds, mostly about so many seconds after the last fault is overcome,
+        sometimes without regard to that; then undo all of it."""
         names = list(self._kinds)
         weights = [self._kinds[name][0] for name in names]
         while len(self.happened) < count and still():
@@ -89,7 +104,12 @@ class Saboteur:
                 detail = await self._kinds[name][1]()
             except (RedisError, OSError, TimeoutError) as error:
                 detail = f"could not: {error}"
-            self.happened.append(Fault(name, detail, began_s, time.monotonic()))
+            fault = Fault(name, detail, began_s, time.monotonic())
+            if self._rng.random() >= ON_TOP:
+                await overcome(fault)
+            # Only now it counts: then more clients may come.
+            self.happened.append(fault)
+            say(fault)
         self._stack.calm()
 
     async def close(self) -> None:
@@ -177,6 +197,17 @@ class Saboteur:
         self._stack.redis.kill(lambda: lost.append(self._stack.append_only_file.forget(seconds)))
         await asyncio.sleep(1.0)
         return f"the last {seconds:.1f} s, {lost} bytes"
+
+    async def _slow_disk(self) -> str:
+        seconds, delay_s = self._rng.uniform(0.5, 4), self._rng.choice([0.02, 0.1, 0.5, 2.5])
+        self._stack.disk.set(delay_s)
+        await asyncio.sleep(seconds)
+        self._stack.disk.set(0.0)
+        return f"every flush takes {1000 * delay_s:.0f} ms for {seconds:.1f} s"
+
+    async def _rewrite_aof(self) -> str:
+        await self._redis.bgrewriteaof()
+        return ""
 
     # --- lines ---
 

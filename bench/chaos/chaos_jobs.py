@@ -91,17 +91,17 @@ _KINDS = {
 }
 
 
-def make_jobs(count: int, seed: int) -> list[Job]:
-    """``count`` requests; equal seeds give equal ones."""
+def make_jobs(count: int, seed: int, most_tokens: int) -> list[Job]:
+    """``count`` requests of up to ``most_tokens`` (at least 16) output tokens per choice; equal seeds give equal ones."""
     rng = random.Random(seed)
     beginnings = [" ".join(rng.choices(_WORDS, k=rng.randint(8, 40))) for _ in range(6)]
-    return [_make_job(index, rng, beginnings) for index in range(count)]
+    return [_make_job(index, rng, beginnings, most_tokens) for index in range(count)]
 
 
-def _make_job(index: int, rng: random.Random, beginnings: list[str]) -> Job:
+def _make_job(index: int, rng: random.Random, beginnings: list[str], most_tokens: int) -> Job:
     kind = list(_KINDS)[index % len(_KINDS)]
     prompt = rng.choice(beginnings) + " " + " ".join(rng.choices(_WORDS, k=rng.randint(0, 10)))
-    body: dict[str, Any] = {"model": "chaos", "max_tokens": 8 + rng.randrange(64), "seed": rng.randrange(1 << 62)}
+    body: dict[str, Any] = {"model": "chaos", "max_tokens": rng.randint(8, most_tokens), "seed": rng.randrange(1 << 62)}
     body |= _KINDS[kind](rng)
     path = COMPLETIONS
     if kind != "logprobs" and rng.random() < 0.3:

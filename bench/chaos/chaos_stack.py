@@ -11,6 +11,7 @@ from pathlib import Path
 
 import redis.asyncio
 from chaos_aof import AppendOnlyFile
+from chaos_disk import SlowDisk
 from chaos_http import Exchange
 from chaos_process import Process
 from chaos_proxy import Proxy
@@ -49,7 +50,8 @@ class ChaosStack:
         self.proxies: dict[str, Proxy] = {}
         self.append_only_file = AppendOnlyFile(folder / "redis" / "appendonlydir")
         self._watching: asyncio.Task[None] | None = None
-        self.redis = Process("redis", self._redis_command(), folder / "redis.log")
+        self.disk = SlowDisk(folder / "disk")
+        self.redis = Process("redis", self._redis_command(), folder / "redis.log", self.disk.environment)
         self.schedulers: list[Process] = []
         self.executors: list[Process] = []
         self.gateways: list[Process] = []
@@ -114,10 +116,22 @@ class ChaosStack:
         for port in self._gateway_ports:
             await _until(partial(_is_ready, port), f"the gateway on {port}", timeout_s)
 
-    async def can_resume(self) -> bool:
-        """Whether gateways let clients go on where a connection broke."""
-        async with Exchange(self._gateway_ports[0], "GET", "/openapi.json") as exchange:
-            return b"/v1/streams/" in await exchange.body()
+    async def is_whole(self) -> bool:
+        """Whether every process runs, every gateway is ready and every executor is attached, at this moment."""
+        if not all(process.running for process in self.services):
+            return False
+        ready = [await asyncio.to_thread(_is_ready, port) for port in self._gateway_ports]
+        return all(ready) and await self._attached() >= self.sizes.executors
+
+    async def _attached(self) -> int:
+        try:
+            async with Exchange(self._gateway_ports[0], "GET", "/metrics") as exchange:
+                text = (await exchange.body()).decode()
+        except (ConnectionError, TimeoutError):
+            return 0
+        return sum(
+            int(float(line.rpartition(" ")[2])) for line in text.splitlines() if line.startswith("octavo:executors{")
+        )
 
     async def stop(self) -> dict[str, int]:
         """Stop everything, the last started first; exit statuses by name."""
@@ -134,6 +148,7 @@ class ChaosStack:
 
     def calm(self) -> None:
         """Undo what a fault may have left behind."""
+        self.disk.set(0.0)
         for process in [*self.services, self.redis]:
             process.resume()
         for proxy in self.proxies.values():

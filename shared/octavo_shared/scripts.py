@@ -124,13 +124,12 @@ return at
 """
 
 # Atomic, so that two schedulers that ask at once never get the same term. A Redis that has been restarted may have forgotten
-# the last ones it has given, and that it has been restarted before: then the term is the time (Unix ms), so that none is given
-# twice. KEYS: the term, in which life of Redis the last one was given.
+# the last ones it has given, and that it has been restarted before, or ever asked: so the first term of each of its lives is
+# the time (Unix ms), and none is given twice. KEYS: the term, in which life of Redis the last one was given.
 NEXT_TERM = """
 local life = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
 local term = tonumber(redis.call('GET', KEYS[1]) or '0')
-local before = redis.call('GET', KEYS[2])
-if before and before ~= life then
+if redis.call('GET', KEYS[2]) ~= life then
   local now = redis.call('TIME')
   term = math.max(term, now[1] * 1000 + math.floor(now[2] / 1000))
 end

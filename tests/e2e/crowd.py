@@ -48,6 +48,8 @@ class Crowd:
         self._pool = concurrent.futures.ThreadPoolExecutor(16)
         names = list(reference.bodies) * rounds
         self._begun = [threading.Event() for _ in names]
+        # How many pieces have come; numbers drawn from a counter would need a lock.
+        self._heard: list[None] = []
         self._answers = [
             (name, self._pool.submit(self._ask, reference.bodies[name], begun))
             for name, begun in zip(names, self._begun, strict=True)
@@ -57,6 +59,7 @@ class Crowd:
         answer = Answer()
         try:
             for event in events(self._services.url, body):
+                self._heard.append(None)
                 begun.set()
                 answer.take(event)
         finally:
@@ -66,6 +69,11 @@ class Crowd:
     def wait_until_begun(self) -> None:
         """Every client has had something of its answer."""
         assert all(begun.wait(60) for begun in self._begun)
+
+    def wait_until_under_way(self, pieces: int = 30) -> None:
+        """Clients have had so many pieces of their answers, all in all, and not everything yet."""
+        wait_until(lambda: len(self._heard) >= pieces, 60, "the crowd's being under way")
+        assert not self.is_answered, "there is nothing left to disturb"
 
     @property
     def is_answered(self) -> bool:

@@ -32,10 +32,9 @@ def chaos(folder: Path, *flags: str, timeout_s: float = 280) -> str:
 
 
 def test_nothing_is_lost_while_everything_fails(tmp_path: Path) -> None:
-    printed = chaos(tmp_path, "--requests", "150", "--faults", "20", "--every", "0.7", "--seed", "11")
-    faults = re.search(r"under faults: .* (\d+) faults", printed)
-    assert faults is not None
-    assert int(faults[1]) >= 3
+    printed = chaos(tmp_path, "--requests", "60", "--faults", "12", "--every", "0.7", "--seed", "11")
+    assert re.search(r"^under faults: .* 12 faults$", printed, re.MULTILINE)
+    assert re.search(r"^  all +\d+ times  p50 ", printed, re.MULTILINE), "it says how long recovering took"
 
 
 @pytest.mark.slow
@@ -43,13 +42,13 @@ def test_nothing_is_lost_while_everything_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--only", "stop", "--every", "2"),
+        ("--only", "stop"),
         ("--fsync", "everysec", "--only", "lose-redis", "--only", "restart-redis", "--only", "kill"),
         ("--only", "pause", "--only", "freeze", "--only", "half-open", "--only", "repeat", "--only", "garbage"),
     ],
     ids=["rolling restart", "Redis forgets", "silence"],
 )
 def test_nothing_is_lost(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    printed = chaos(tmp_path, "--requests", "500", "--faults", "60", "--seed", "12", *flags, timeout_s=850)
+    printed = chaos(tmp_path, "--requests", "300", "--faults", "60", "--seed", "12", *flags, timeout_s=850)
     if "stop" in flags:
         assert "of which 0 could only begin again" in printed, "who is told to stop finishes what it has begun"

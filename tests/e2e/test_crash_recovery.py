@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +38,7 @@ def executors(services: Services) -> list[Process]:
 
 def test_an_executor_that_is_killed(services: Services, reference: Reference) -> None:
     crowd = Crowd(services, reference)
-    time.sleep(0.4)
+    crowd.wait_until_under_way()
     victim = executors(services)[-1]
     victim.kill()
     services.executor("one")
@@ -51,7 +50,7 @@ def test_an_executor_that_freezes_and_wakes_as_a_zombie(services: Services, refe
     wait_until(lambda: services.attached("two"), READY_TIMEOUT_S)
     frozen = executors(services)[0]
     crowd = Crowd(services, reference)
-    time.sleep(0.3)
+    crowd.wait_until_under_way()
     frozen.send_signal(signal.SIGSTOP)
     wait_until(lambda: services.said("scheduler", "has been silent for") >= 1, 20, "the end of its lease")
     frozen.send_signal(signal.SIGCONT)
@@ -66,10 +65,11 @@ def test_the_only_executor_freezes_and_readiness_says_so(services: Services, ref
     (only,) = executors(services)
     wait_until(services.ready)
     crowd = Crowd(services, reference, rounds=1)
-    time.sleep(0.3)
+    crowd.wait_until_under_way()
+    silent = services.said("scheduler", "has been silent for")
     only.send_signal(signal.SIGSTOP)
     wait_until(lambda: not services.ready(), 20, "unreadiness")
-    time.sleep(2.5)
+    wait_until(lambda: services.said("scheduler", "has been silent for") > silent, 20, "the end of its lease")
     only.send_signal(signal.SIGCONT)
     crowd.expect_undisturbed()
     wait_until(services.ready)
@@ -80,7 +80,7 @@ def test_an_executor_that_is_told_to_stop_hands_back_what_it_has(services: Servi
     services.executor("three")
     wait_until(lambda: services.attached("three"), READY_TIMEOUT_S)
     crowd = Crowd(services, reference)
-    time.sleep(0.3)
+    crowd.wait_until_under_way()
     lost = services.said("scheduler", "left: ")
     old.terminate()
     assert old.wait(30) == 0

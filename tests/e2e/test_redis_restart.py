@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,17 @@ def test_redis_is_killed_and_comes_back(small_model: Any, tmp_path: Path, free_p
         services.executor("one")
         wait_until(services.ready, READY_TIMEOUT_S)
         reference = Reference(services)
-        for down_s in (0.3, 4.0):
+        # Away until that is noticed, then for longer than the lease.
+        for service, notices in (
+            ("gateway", "cannot be read, trying again"),
+            ("scheduler", "the lease was not renewed"),
+        ):
             crowd = Crowd(services, reference, rounds=1)
             # Whoever asks while Redis is away is refused.
             crowd.wait_until_begun()
+            noticed = services.said(service, notices)
             redis.stop(kill=True)
-            time.sleep(down_s)
+            wait_until(lambda s=service, n=notices, before=noticed: services.said(s, n) > before, 30, notices)
             redis.flags = ("--appendonly", "yes", "--appendfsync", "everysec")
             redis.start()
             crowd.expect_undisturbed()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
-from service_set import Services, ask, wait_until
+from service_set import Answer, Services, events, wait_until
 
 BODY = {"prompt": "The capital of France is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
@@ -27,8 +27,9 @@ def test_services_alone(small_model: Any, redis_url: str, tmp_path: Path, free_p
         services.executor("second")
         wait_until(lambda: services.attached("second"))
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            answers = pool.map(lambda _: one(services), range(8))
-            time.sleep(0.3)
+            begun = threading.Event()
+            answers = pool.map(lambda _: one(services, begun), range(8))
+            wait_until(begun.is_set)
             first.kill()
             assert set(answers) == {expected}, "an executor's death must not change or lose an answer"
         assert one(services) == expected
@@ -39,8 +40,13 @@ def test_services_alone(small_model: Any, redis_url: str, tmp_path: Path, free_p
         services.close()
 
 
-def one(services: Services) -> str:
-    return ask(services.url, BODY).text[0]
+def one(services: Services, begun: threading.Event | None = None) -> str:
+    answer = Answer()
+    for event in events(services.url, BODY):
+        answer.take(event)
+        if begun is not None:
+            begun.set()
+    return answer.text[0]
 
 
 def httpx_ok(url: str) -> bool:

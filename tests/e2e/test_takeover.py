@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +70,7 @@ def cached_tokens(services: Services, prompt: list[int]) -> int:
 
 def test_a_scheduler_that_is_killed(services: Services, pair: Pair, reference: Reference) -> None:
     crowd = Crowd(services, reference, rounds=1)
-    time.sleep(0.3)
+    crowd.wait_until_under_way()
     pair.active.kill()
     pair.replace_active()
     crowd.expect_undisturbed()
@@ -95,7 +94,7 @@ def test_the_cache_outlives_its_scheduler(services: Services, pair: Pair) -> Non
 
 def test_a_scheduler_that_hands_over(services: Services, pair: Pair, reference: Reference) -> None:
     crowd = Crowd(services, reference)
-    time.sleep(0.3)
+    crowd.wait_until_under_way()
     pair.active.terminate()
     # Who asks meanwhile is not refused.
     while pair.active.poll() is None or not crowd.is_answered:
@@ -112,7 +111,7 @@ def test_a_scheduler_that_freezes_is_replaced_and_wakes_as_standby(
     services: Services, pair: Pair, reference: Reference
 ) -> None:
     crowd = Crowd(services, reference)
-    time.sleep(0.3)
+    crowd.wait_until_under_way()
     terms, waiting = services.said("scheduler", "listening on"), services.said("scheduler", "standing by")
     pair.active.send_signal(signal.SIGSTOP)
     wait_until(lambda: services.said("scheduler", "listening on") > terms, 30, "the takeover")

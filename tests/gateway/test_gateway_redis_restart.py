@@ -13,12 +13,16 @@ import httpx
 import pytest
 from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events, second_gateway
 from log_server import LogServer
+from test_gateway_beams import Search
 from test_gateway_resume import TEXT, told
 
 from octavo_gateway.tokenizer import ModelTokenizer
-from octavo_shared.entries import encode_fences
+from octavo_shared.entries import encode_fences, encode_tokens
 from octavo_shared.fold import FenceEvent
+from octavo_shared.fold_beams import BeamEnd
 from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.plan import OutputRow
+from octavo_shared.records import EndReason
 from octavo_shared.streams import Streams
 
 BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
@@ -110,6 +114,79 @@ def test_what_was_sent_and_comes_back_otherwise_is_an_error(tmp_path: Path, toke
             events = read_events("".join(parts))
             assert sum("could not be restored" in event.data for event in events) == 1
             assert events[-1].data == "[DONE]"
+    finally:
+        redis.stop()
+
+
+def test_what_was_sent_is_remembered_while_redis_forgets_again_and_again(
+    tmp_path: Path, tokenizer: ModelTokenizer
+) -> None:
+    """The second restart comes when the log holds less than the client has been sent: nothing may replace what that was."""
+    redis = server(tmp_path, "yes")
+    known = tmp_path / "log.sock"
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+
+    async def forget(url: str, log: str, attempt: int, tokens: list[int]) -> None:
+        """The log is lost, and another attempt has begun anew before the gateway can say what it knows."""
+        streams = Streams.connect(url, "m")
+        await streams.delete_log(log)
+        await streams.append_log(log, encode_fences([FenceEvent(1, 0, Attempt(TERM, attempt))]))
+        if tokens:
+            row = OutputRow(RequestId(log, 1), 0, attempt, 0, tuple(tokens))
+            await streams.append_log(log, encode_tokens([row], term=TERM, executor="e", epoch=1, step=1))
+        await streams.close()
+
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+            reader = stage.server.gateway.reader
+            stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+            with reading(stage) as (parts, _):
+                eventually(lambda: len(reader._fold.get(1, 0).tokens) == 7, "all of it has come")
+                for attempt, tokens in ((2, ids[:3]), (3, [])):
+                    redis.stop()
+                    elsewhere = redis.start(tmp_path / "elsewhere.sock").url
+                    asyncio.run(forget(elsewhere, reader.incarnation, attempt, tokens))
+                    redis.stop()
+                    redis.start(known)
+                    attempts = Attempt(TERM, attempt)
+                    eventually(lambda a=attempts: reader._fold.get(1, 0).attempt == a, "the gateway has read on")
+                with Engine(redis.url, "m", takes_over=True, attempt=3) as engine:
+                    engine.reply = lambda record, choice: Reply([*ids[:3], *[70] * 30])
+                    eventually(lambda: "[DONE]" in "".join(parts), "it ends")
+            events = read_events("".join(parts))
+            assert sum("could not be restored" in event.data for event in events) == 1
+    finally:
+        redis.stop()
+
+
+def test_a_beam_search_that_is_lost_goes_on_where_it_was(tmp_path: Path) -> None:
+    """What is certain of it is not enough to go on: a search whose choices have tokens never begins anew."""
+    redis = server(tmp_path, "no")
+    body = {"prompt": [5, 6, 7], "use_beam_search": True, "n": 2, "best_of": 2, "max_tokens": 8, "stream": True}
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+            stage.engine.reply = lambda record, choice: Reply([0], gate=threading.Event())
+            reader = stage.server.gateway.reader
+            streamed = threading.Thread(target=lambda: stage.post("/v1/completions", **body))
+            streamed.start()
+            record = eventually(lambda: stage.engine.records, "it is admitted")[0]
+            search = Search(stage, redis.url, record)
+            search.step(0, [(0, 11), (0, 12)])
+            search.step(1, [(0, 13), (0, 14)])
+            eventually(lambda: 1 in reader._fold.beams, "the gateway knows of it")
+            eventually(lambda: reader._fold.beams[1].position == 2, "and of both steps")
+            old, before = reader._fold, reader._fold.beams[1]
+            assert reader._fold.get(1, 0).tokens == [11]
+            redis.stop()
+            redis.start()
+            eventually(lambda: reader._fold is not old, "the gateway begins anew")
+            eventually(lambda: reader._fold.beams.get(1) == before, "the log knows all of it again")
+            search.step(
+                2, [], BeamEnd(0, 2, -1.0, EndReason.STOP), BeamEnd(1, 15, -2.0, EndReason.LENGTH), end=EndReason.LENGTH
+            )
+            streamed.join(20)
+            assert not streamed.is_alive()
     finally:
         redis.stop()
 

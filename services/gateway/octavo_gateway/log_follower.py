@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from octavo_gateway.backoff import Backoff
 from octavo_gateway.watcher import Watcher
 from octavo_shared.entries import encode_snapshot
-from octavo_shared.fold import Changed, ChoiceFold, FenceEvent, LogEvent, LogFold
+from octavo_shared.fold import Changed, ChoiceFold, FenceEvent, LogEvent, LogFold, SnapshotEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.records import EndReason, Problem, RequestRecord
 from octavo_shared.streams import LogPage, Streams
@@ -19,6 +19,8 @@ from octavo_shared.streams import LogPage, Streams
 BLOCK_MS = 1000
 # Ends that are no longer in the log are looked for when nothing has come for BLOCK_MS, and at least this often.
 SETTLE_S = 5.0
+# So many requests are looked for at a time, the others the next time: idle streams cost the same however many they are.
+SETTLE_MOST = 512
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +38,11 @@ class LogFollower:
         self._after = "0-0"
         self._watchers: dict[int, set[Watcher]] = {}
         # What has been delivered, from when Redis has lost its memory until the log has caught up with it.
-        self._delivered: dict[tuple[int, int], list[int]] = {}
+        self._delivered: dict[tuple[int, int], SnapshotEvent] = {}
         self._run_id = ""
         self._settled_at = time.monotonic()
+        # Up to which serial ends have been looked for in this round.
+        self._settled_serial = 0
 
     @property
     def live(self) -> int:
@@ -102,29 +106,30 @@ class LogFollower:
 
     async def _recover(self) -> None:
         """Say again what is owed, what was delivered (the scheduler sees the one only after the other) and who follows it."""
-        for record in self._owed():
-            serial = record.id.serial
-            states = [
-                self._fold.choices[serial, index].snapshot(serial, index)
-                for index in range(record.n)
-                if (serial, index) in self._fold.choices
-            ]
+        for state in self._fold.snapshots():
+            key = (state.serial, state.choice)
+            known = self._delivered.get(key)
+            self._delivered[key] = state if known is None else _furthest(known, state)
+        owed = self._owed()
+        wanted = {record.id.serial for record in owed}.union(self._watchers)
+        self._delivered = {key: state for key, state in self._delivered.items() if key[0] in wanted}
+        for record in owed:
+            keys = [(record.id.serial, index) for index in range(record.n)]
+            states = [self._delivered[key] for key in keys if key in self._delivered]
             snapshot = encode_snapshot(states) if states else b""
             await self._streams.readmit(replace(record, readmitted=True), snapshot)
         for watcher in self.watchers:
             # Who was its owner before may be forgotten, and would be believed again. (Who has come later stays the owner.)
             if watcher.generation:
                 await self._streams.adopt(watcher.ids, watcher.generation, self._gateway)
-        for (serial, index), choice in self._fold.choices.items():
-            if serial in self._watchers and choice.tokens:
-                self._delivered[serial, index] = choice.tokens
         self._fold = LogFold()
         self._after = "0-0"
 
     def _owed(self) -> list[RequestRecord]:
         """Requests that are to be appended again should Redis have lost them."""
         records = {record.id: record for watcher in self.watchers for record in watcher.records}
-        return [record for record in records.values() if not self.has_ended(record.id.serial, record.n)]
+        ended = {key for key, state in self._delivered.items() if state.end}
+        return [one for one in records.values() if not all((one.id.serial, index) in ended for index in range(one.n))]
 
     async def _tidy(self, *, quiet: bool) -> None:
         """Whatever else there is to do between pages."""
@@ -144,9 +149,9 @@ class LogFollower:
 
     def _apply(self, event: LogEvent) -> None:
         changed = self._fold.apply(event)
+        if changed and self._delivered:
+            self._compare(event.serial, changed)
         if changed and (watchers := self._watchers.get(event.serial)):
-            if self._delivered:
-                self._compare(event.serial, changed)
             for index, choice in changed:
                 for watcher in watchers:
                     watcher.changed(event.serial, index, choice)
@@ -157,12 +162,12 @@ class LogFollower:
             known = self._delivered.get((serial, index))
             if known is None:
                 continue
-            common = min(len(known), len(choice.tokens))
-            if known[:common] != choice.tokens[:common]:
+            common = min(len(known.tokens), len(choice.tokens))
+            if list(known.tokens[:common]) != choice.tokens[:common]:
                 logger.error("choice %d of request %x comes back with other tokens than were sent", index, serial)
                 self._fail(serial, index, choice, "The output was lost and could not be restored.")
                 del self._delivered[serial, index]
-            elif common == len(known):
+            elif choice.end or (common == len(known.tokens) and not known.end):
                 del self._delivered[serial, index]
 
     def _fail(self, serial: int, index: int, choice: ChoiceFold, message: str) -> None:
@@ -179,10 +184,12 @@ class LogFollower:
 
         Either the log's owner has put their ends away, or they are lost: their log was deleted, or Redis lost its memory.
         """
+        serials = sorted(serial for serial in self._watchers if serial > self._settled_serial)[:SETTLE_MOST]
+        self._settled_serial = serials[-1] if len(serials) == SETTLE_MOST else 0
         waiting = [
             RequestId(self.log, serial)
-            for serial, watchers in self._watchers.items()
-            if any(watcher.records and not self.has_ended(serial, watcher.n) for watcher in watchers)
+            for serial in serials
+            if any(one.records and not self.has_ended(serial, one.n) for one in self._watchers[serial])
         ]
         known = await self._streams.unfinished(waiting)
         over = [one for one, unfinished in zip(waiting, known, strict=True) if not unfinished]
@@ -203,3 +210,14 @@ class LogFollower:
                 logger.error("request %s has no end in the log and never will", request_id)
                 last = Attempt(self._fold.get(serial, index).attempt.term + 1, 0)
                 self._apply(FenceEvent(serial, index, last, EndReason.ERROR, Problem("The request was lost.")))
+
+
+def _furthest(known: SnapshotEvent, now: SnapshotEvent) -> SnapshotEvent:
+    """What has been delivered of a choice, of two states of it: Redis may forget again before the log has caught up."""
+    if now.end or (len(now.tokens) >= len(known.tokens) and not known.end):
+        further = now
+    else:
+        further = known
+    searches = [state.beams for state in (known, now) if state.beams is not None]
+    beams = max(searches, key=lambda search: (search.attempt, search.position), default=None)
+    return replace(further, attempt=max(known.attempt, now.attempt), beams=beams)
