@@ -51,7 +51,7 @@ Steps = dict[str, tuple[float, int]]
 
 
 def settled_steps(url: str) -> Steps:
-    """The step times once the server has published those of the last step (it does so every second)."""
+    """The step times once the server has published those of the last step (it does so when it falls idle)."""
     time.sleep(1.5)
     return step_seconds(url)
 

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from careless import Careless
 
 from octavo.in_process import InProcess
 from octavo_executor.runner import Runner
 from octavo_executor.serve import load_model
-from octavo_scheduler.core.forecast import LengthForecast
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.engine import core_config
 from octavo_shared.fold import ChoiceFold
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import ExecutorInfo, StepOutput, StepPlan
-from octavo_shared.records import Int32Array, RequestRecord, SamplingParams
+from octavo_shared.records import RequestRecord, SamplingParams
 from octavo_shared.settings import ExecutorSettings, SchedulerSettings, load_settings
 
 Choices = dict[tuple[int, int], ChoiceFold]
@@ -46,13 +46,6 @@ class Watched:
             timings = replace(output.result.timings, restore_s=1e-12)
             return replace(output, result=replace(output.result, timings=timings))
         return output
-
-
-class Careless(LengthForecast):
-    """Expects of everyone to be about to end."""
-
-    def remaining(self, generated: Int32Array, limit: Int32Array) -> Int32Array:
-        return np.zeros_like(generated)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_process_stack import Careless
+from careless import Careless
 
 from octavo.in_process import InProcess
 from octavo_executor.serve import load_model

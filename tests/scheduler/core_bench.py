@@ -8,12 +8,11 @@ import numpy as np
 
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.events import Admitted
-from octavo_scheduler.core.forecast import LengthForecast
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence
 from octavo_shared.ids import RequestId
 from octavo_shared.plan import StepPlan, StepResult, StepTimings
-from octavo_shared.records import EndReason, Int32Array, RequestRecord, SamplingParams
+from octavo_shared.records import EndReason, RequestRecord, SamplingParams
 
 
 def sequence(uid: int, tokens: list[int] | int = 4, **more: object) -> Sequence:
@@ -23,14 +22,6 @@ def sequence(uid: int, tokens: list[int] | int = 4, **more: object) -> Sequence:
     made = Sequence(record, 0, 1, 1024)
     made.uid = made.arrival = uid
     return made
-
-
-class Careless(LengthForecast):
-    """Expects every sequence to vanish, so whoever fits at the moment is admitted, and preemption comes as often as it can."""
-
-    def remaining(self, generated: Int32Array, limit: Int32Array) -> Int32Array:
-        """Less than nothing."""
-        return np.full_like(generated, -(1 << 20))
 
 
 class Bench:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from core_bench import Careless
+from careless import Careless
 from core_executor_model import ExecutorModel, expected_outcome
 
 from octavo_scheduler.core.config import CoreConfig

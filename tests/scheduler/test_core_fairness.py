@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from core_bench import Bench, Careless, sequence
+from careless import Careless
+from core_bench import Bench, sequence
 from core_pressure import TIERS, TRACES, Arrival, Pressure, pool_of, shift
 from hypothesis import given
 

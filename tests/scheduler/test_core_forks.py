@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_bench import Bench, Careless
+from careless import Careless
+from core_bench import Bench
 from core_executor_model import expected_outcome
 from core_harness import Harness
 

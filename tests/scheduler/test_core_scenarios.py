@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core_bench import Bench, Careless
+from careless import Careless
+from core_bench import Bench
 
 from octavo_scheduler.core.errors import NeverFitsError
 from octavo_scheduler.core.sequence import Sequence, State
