@@ -104,7 +104,9 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
     for number in range(10):
         await ask(host, port, 500 + number)
     unloaded = [(await ask(host, port, number)).first_s for number in range(arguments.unloaded)]
+    print(f"unloaded             {spread(unloaded)} to the first token, one at a time", flush=True)
     rate = await closed_loop(host, port, arguments.concurrency, arguments.seconds / 2)
+    print(f"served               {rate:.2f} requests/s with {arguments.concurrency} clients", flush=True)
     offered = rate * arguments.factor
     settling = asyncio.create_task(open_loop(host, port, offered, arguments.settle, 10_000))
     await asyncio.sleep(arguments.settle)
@@ -113,8 +115,6 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
     admitted = [one.first_s for one in outcomes if one.status == 200]
     refused = [one.whole_s for one in outcomes if one.status == 429]
     before = [one.first_s for one in burst if one.status == 200]
-    print(f"unloaded             {spread(unloaded)} to the first token, one at a time")
-    print(f"served               {rate:.2f} requests/s with {arguments.concurrency} clients")
     print(f"offered              {offered:.1f} requests/s for {arguments.seconds:.0f} s")
     others = len(outcomes) - len(admitted) - len(refused)
     print(f"admitted             {len(admitted)}, refused with 429 {len(refused)}, other {others}")

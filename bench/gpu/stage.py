@@ -51,6 +51,13 @@ class Timing:
     high_s: float
 
 
+def _without_scaled_products() -> torch.library.Library:
+    """As long as this lives, tensors without memory may be multiplied in e4m3 into another one, for which torch lacks the word."""
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    library.impl("_scaled_mm.out", lambda *factors, out, **options: out)
+    return library
+
+
 class Stage:
     """The device of a section. Not thread-safe."""
 
@@ -64,6 +71,7 @@ class Stage:
             raise ValueError("nothing says what to compile for")
         self.gpu = backend.describe_gpu(self.device)
         self._flush: Tensor | None = None
+        self._library = _without_scaled_products() if mode == "compile" else None
         torch.manual_seed(0)
 
     @property

@@ -21,7 +21,7 @@ from octavo_shared.codec import MalformedEntryError as MalformedEntryError
 from octavo_shared.entries_beams import beams_from_proto, beams_to_proto, step_from_proto, step_to_proto
 from octavo_shared.fold import FenceEvent, LogEvent, SnapshotEvent, TokenEvent
 from octavo_shared.fold_beams import BeamEvent
-from octavo_shared.ids import NO_ATTEMPT, Attempt, RequestId
+from octavo_shared.ids import NO_ATTEMPT, Attempt, RequestId, read_attempt
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
@@ -332,6 +332,7 @@ def _token_events(batch: log_pb2.TokenBatch) -> Iterator[TokenEvent]:
     start = 0
     # This runs once per token of every request of a gateway: hence no keyword arguments and no needless objects.
     term, current = batch.term, NO_ATTEMPT
+    read_attempt(term, int(columns[2].max(initial=0)))
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (serial, choice, attempt, position, count, end, stop_token) in enumerate(rows):
         stop = start + count
@@ -355,7 +356,7 @@ def _fence_event(message: log_pb2.Fence) -> FenceEvent:
     return FenceEvent(
         serial=message.serial,
         choice=message.choice,
-        attempt=Attempt(message.term, message.n),
+        attempt=read_attempt(message.term, message.n),
         end=EndReason(message.end),
         problem=problem_from_proto(message.problem) if message.HasField("problem") else None,
     )
@@ -370,7 +371,7 @@ def _snapshot_event(message: log_pb2.ChoiceState) -> SnapshotEvent:
     return SnapshotEvent(
         serial=message.serial,
         choice=message.choice,
-        attempt=Attempt(message.term, message.n),
+        attempt=read_attempt(message.term, message.n),
         tokens=tokens,
         end=EndReason(message.end),
         stop_token=message.stop_token,

@@ -13,7 +13,7 @@ from octavo_shared.codec import (
     unpack,
 )
 from octavo_shared.fold_beams import NO_TOKEN, BeamEnd, BeamEvent, BeamFold, Hypothesis
-from octavo_shared.ids import Attempt
+from octavo_shared.ids import read_attempt
 from octavo_shared.proto import log_pb2
 from octavo_shared.records import MAX_CHOICES, EndReason, TokenLogprobs
 
@@ -75,7 +75,7 @@ def step_from_proto(message: log_pb2.BeamStep) -> BeamEvent:
     )
     return BeamEvent(
         serial=message.serial,
-        attempt=Attempt(message.term, message.n),
+        attempt=read_attempt(message.term, message.n),
         position=message.position,
         n=message.choices,
         parents=parents,
@@ -119,7 +119,7 @@ def beams_from_proto(message: log_pb2.BeamState) -> BeamFold:
     live, kept = (
         tuple(_hypothesis_from_proto(one, shared, known) for one in side) for side in (message.live, message.kept)
     )
-    beams = BeamFold(message.choices, Attempt(message.term, message.n), live, kept)
+    beams = BeamFold(message.choices, read_attempt(message.term, message.n), live, kept)
     if not live or not beams.is_sound or not 0 < message.choices <= MAX_CHOICES:
         raise MalformedEntryError("the state of a beam search that cannot be")
     return beams

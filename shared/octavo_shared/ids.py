@@ -18,6 +18,20 @@ class Attempt(NamedTuple):
 
 
 NO_ATTEMPT = Attempt(0, 0)
+# Terms may be milliseconds of Redis' clock, and its scripts count exactly up to 2^53: one beyond this was never given.
+MOST_TERM = 1 << 52
+MOST_ATTEMPTS = 1 << 31
+
+
+def read_attempt(term: int, n: int) -> Attempt:
+    """An attempt that somebody else has written.
+
+    Raises:
+        ValueError: nobody was ever given that one. If it counted, no scheduler could speak any more.
+    """
+    if term > MOST_TERM or n > MOST_ATTEMPTS:
+        raise ValueError(f"attempt ({term}, {n}) was never given")
+    return Attempt(term, n)
 
 
 class RequestId(NamedTuple):

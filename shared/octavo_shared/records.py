@@ -187,7 +187,7 @@ class ModelLimits:
     term: int = 0
     # Unix seconds at which this was written.
     written_s: float = field(default=0.0)
-    # Sequences that can run at once on the smallest executor; 0 = not known.
+    # Sequences that can run at once on the largest executor; 0 = not known.
     max_num_seqs: int = 0
     queued_tokens: int = 0
     # Tokens computed or drawn per second, recently, by all executors together; 0 = not measured yet.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 
 from e2e_stack import Stack
 from log_server import debians_redis, log_server
+from service_set import find_free_port
 from tiny_models import save_tiny_model
 
 
@@ -78,22 +78,16 @@ def stack(start_stack: Callable[..., Stack]) -> Stack:
     return start_stack()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def free_port() -> int:
     """A port nobody listens on."""
-    return _free_port()
+    return find_free_port()
 
 
 @pytest.fixture(scope="module")
 def module_port() -> int:
     """One for a whole module."""
-    return _free_port()
+    return find_free_port()
 
 
 @pytest.fixture

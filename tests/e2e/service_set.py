@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,13 @@ from typing import Any
 import httpx
 
 Process = subprocess.Popen[bytes]
+
+
+def find_free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def wait_until(question: Callable[[], bool], timeout_s: float = 60, what: str = "it") -> None:
@@ -44,8 +52,8 @@ class Services:
         self.processes.append(process)
         return process
 
-    def gateway(self, *flags: str) -> Process:
-        return self.start("gateway", "--port", str(self.port), *flags)
+    def gateway(self, *flags: str, port: int = 0) -> Process:
+        return self.start("gateway", "--port", str(port or self.port), *flags)
 
     def scheduler(self, number: int = 0, *flags: str) -> Process:
         return self.start("scheduler", "--scheduler-address", self.addresses[number], *flags)
@@ -55,9 +63,9 @@ class Services:
         where = ("--scheduler-address", ",".join(self.addresses), "--executor-name", name)
         return self.start("executor", *where, *small, *flags, command=command)
 
-    def ready(self) -> bool:
+    def ready(self, url: str = "") -> bool:
         try:
-            return httpx.get(f"{self.url}/health/ready").status_code == 200
+            return httpx.get(f"{url or self.url}/health/ready").status_code == 200
         except httpx.TransportError:
             return False
 

@@ -67,3 +67,37 @@ def test_the_worth_of_the_host_tier() -> None:
         else:
             # Where computing is cheaper it is computed, once that is known.
             assert float(gain) > 0.9
+
+
+def test_overload(small_model: Any) -> None:
+    printed = run(
+        *(
+            "overload.py",
+            str(small_model.folder),
+            "--unloaded",
+            "3",
+            "--seconds",
+            "2",
+            "--settle",
+            "1",
+            "--factor",
+            "2",
+        ),
+        *("--", "--num-threads", "1", "--max-model-len", "1024", "--num-gpu-blocks-override", "512"),
+    )
+    for name in ("unloaded", "overloaded", "refusals", "while it settled"):
+        assert re.search(rf"^{name} +(.*p50 \d+ ms, p99 \d+ ms|none)", printed, re.MULTILINE)
+    assert re.search(r"^admitted +[1-9]\d*, refused with 429 \d+, other 0$", printed, re.MULTILINE)
+    assert re.search(r"^goodput +[\d.]+ of what 8 clients get$", printed, re.MULTILINE)
+
+
+def test_idle_streams() -> None:
+    printed = run("idle_streams.py", "--streams", "30")
+    names = re.findall(r"^(\w+) +-?[\d.]+ KiB per stream .* [\d.]+% of a core idle$", printed, re.MULTILINE)
+    assert names == ["gateway", "scheduler", "Redis"]
+    assert re.search(r"^all ended after +[\d.]+ s, 30 whole$", printed, re.MULTILINE)
+
+
+def test_the_cost_of_a_refusal() -> None:
+    printed = run("refusal.py", "--requests", "40")
+    assert re.findall(r"^ +(\d+) words +\d+ us per refusal$", printed, re.MULTILINE) == ["10", "100", "2000"]

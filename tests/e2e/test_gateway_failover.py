@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from log_server import log_server
+from resuming_client import Reading
+from service_set import find_free_port
 
 MODEL_FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--num-threads", "1")
 
@@ -28,76 +27,6 @@ MODEL_FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--n
 pytestmark = pytest.mark.slow
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "max_tokens": 300, "seed": 7, "ignore_eos": True}
-RESUMABLE = {"X-Octavo-Resumable": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@dataclass
-class Reading:
-    """One client's stream, over as many connections as it takes."""
-
-    body: dict[str, Any]
-    headers: dict[str, str] = field(default_factory=lambda: dict(RESUMABLE))
-    last: str = ""
-    name: str = ""
-    text: dict[int, str] = field(default_factory=dict)
-    ends: dict[int, str] = field(default_factory=dict)
-    usage: Any = None
-    done: bool = False
-    statuses: list[int] = field(default_factory=list)
-
-    def read(self, url: str, *, events: int = 1 << 30) -> None:
-        """Read on at ``url`` until the connection ends, or for so many events."""
-        headers = dict(self.headers) | ({"Last-Event-ID": self.last} if self.last else {})
-        try:
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json={**self.body, "stream": True}, headers=headers, timeout=60
-            ) as answer:
-                self.statuses.append(answer.status_code)
-                if answer.status_code != 200:
-                    return
-                fields: dict[str, str] = {}
-                for line in answer.iter_lines():
-                    if line:
-                        name, _, value = line.partition(": ")
-                        fields[name] = value
-                        continue
-                    self._take(fields)
-                    fields = {}
-                    events -= 1
-                    if self.done or not events:
-                        return
-        except httpx.TransportError:
-            pass
-
-    def _take(self, fields: dict[str, str]) -> None:
-        self.last = fields["id"]
-        if fields["data"] == "[DONE]":
-            self.done = True
-            return
-        chunk = json.loads(fields["data"])
-        self.name, self.usage = chunk["id"], chunk.get("usage")
-        for choice in chunk["choices"]:
-            index = choice["index"]
-            assert index not in self.ends
-            self.text[index] = self.text.get(index, "") + choice["text"]
-            if choice["finish_reason"]:
-                self.ends[index] = choice["finish_reason"]
-
-    def read_on(self, urls: list[str], limit_s: float = 90) -> None:
-        """Wherever somebody answers, until it is done."""
-        deadline = time.monotonic() + limit_s
-        while not self.done:
-            assert time.monotonic() < deadline, self.statuses
-            for url in urls:
-                if not self.done:
-                    self.read(url)
-            time.sleep(0.05)
 
 
 def wait_until(question: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -116,7 +45,7 @@ class Cluster:
         self._model, self._flags = model, flags
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.ports = [free_port(), free_port()]
+        self.ports = [find_free_port(), find_free_port()]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self._start("scheduler")
         self._start("executor", "--executor-name", "only", *MODEL_FLAGS)

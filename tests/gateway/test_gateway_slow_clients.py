@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 from gateway_stage import Reply, Stage, eventually, read_events
 from test_gateway_resume import told
 
+from octavo_gateway import http_protocol
+
+SO_ATTACH_FILTER = 26
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 
 
@@ -51,6 +57,39 @@ def test_a_client_that_does_not_read_costs_no_memory_and_gets_everything_in_the_
         assert {index: (len(names), end) for index, (_, names, end, _) in choices.items()} == dict.fromkeys(
             range(n), (tokens, ("length", None))
         )
+
+
+def go_deaf(client: socket.socket) -> None:
+    """From now on the kernel drops whatever comes for a socket, unanswered: to its peer this machine is gone without a word.
+
+    A classic BPF program of one instruction, "return 0": keep nothing of the packet (socket(7), SO_ATTACH_FILTER).
+    """
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    client.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle", "sending"])
+def test_the_request_of_a_client_that_is_gone_without_a_word_ends(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """Nothing is heard of the end of a half-open connection: silence, or what is not acknowledged, has to tell."""
+    # As in production, only sooner.
+    for name in ("SILENCE_S", "ASK_AGAIN_S", "ASK_TIMES", "UNTAKEN_S"):
+        monkeypatch.setattr(http_protocol, name, 2 if name == "UNTAKEN_S" else 1)
+    gate = threading.Event()
+    with make_stage() as stage:
+        stage.engine.reply = lambda record, choice: Reply([1000] * 200, gate=gate, before_gate=3)
+        with connect(stage, {"prompt": "x", "max_tokens": 200, "stream": True}) as client:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            go_deaf(client)
+            if not idle:
+                stage.engine.step_s = 0.1
+                gate.set()
+            eventually(lambda: stage.engine.aborts, "the gateway gives the request up", 20)
+            assert [abort.reason for abort in stage.engine.aborts] == ["disconnect"]
+            assert not busy(stage)
+            eventually(lambda: stage.engine.live == 0, "nothing of it is left")
+        gate.set()
 
 
 def unchunked(data: bytes) -> bytes:

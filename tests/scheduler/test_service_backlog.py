@@ -111,7 +111,7 @@ def test_work_is_owed_until_it_is_done() -> None:
     backlog.add(request(1, max_tokens=10))
     backlog.add(request(2, n=3, max_tokens=10))
     backlog.add(request(3, n=1, max_tokens=10, beam_width=4))
-    assert backlog.queued_tokens([]) == round(300 + 8 * per_choice)
+    assert backlog.standing([]).queued_tokens == round(300 + 8 * per_choice)
     # A prompt that choices share is computed once; outputs beyond what was expected owe nothing.
     running = [
         Progress(RequestId(LOG, 1), 100, 60),
@@ -121,12 +121,33 @@ def test_work_is_owed_until_it_is_done() -> None:
         Progress(RequestId(LOG, 9), 100, 300),
     ]
     done = 60 + 100 + 3 + per_choice
-    assert backlog.queued_tokens(running) == round(300 + 8 * per_choice - done)
+    assert backlog.standing(running).queued_tokens == round(300 + 8 * per_choice - done)
     for serial, choices in ((1, 1), (2, 3), (3, 1)):
         for _ in range(choices):
             backlog.choice_ended(RequestId(LOG, serial))
     backlog.choice_ended(RequestId(LOG, 3))
-    assert backlog.queued_tokens(running) == 0
+    assert backlog.standing(running).queued_tokens == 0
+
+
+def test_prompts_ahead_are_those_not_computed_yet_by_log() -> None:
+    backlog = Backlog()
+    for serial in (1, 2):
+        backlog.add(request(serial, n=serial, max_tokens=10))
+    other = RequestRecord(RequestId("other", 1), 0, np.zeros(30, np.int32), SamplingParams(max_tokens=4))
+    backlog.add(other)
+    assert backlog.standing([]).prompts_ahead == {LOG: 200, "other": 30}
+    running = [
+        Progress(RequestId(LOG, 1), 100, 60),
+        Progress(RequestId(LOG, 2), 100, 80),
+        Progress(RequestId(LOG, 2), 100, 70),
+        Progress(other.id, 30, 32),
+    ]
+    assert backlog.standing(running).prompts_ahead == {LOG: 60}
+    for serial in (1, 2):
+        backlog.choice_ended(RequestId(LOG, serial))
+    assert backlog.standing([]).prompts_ahead == {"other": 30}
+    backlog.choice_ended(other.id)
+    assert backlog.standing([]).prompts_ahead == {}
 
 
 # --- what gateways are told -------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import pytest
 from service_stage import LOG, Stage, play
 
 from octavo_scheduler.reading import read_request, remains_of, why_unservable
-from octavo_shared.entries import MalformedEntryError, encode_abort, encode_request
-from octavo_shared.ids import RequestId
+from octavo_shared.entries import MalformedEntryError, encode_abort, encode_fences, encode_request
+from octavo_shared.fold import FenceEvent
+from octavo_shared.ids import MOST_TERM, Attempt, RequestId
 from octavo_shared.proto import request_pb2
 from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
 from octavo_shared.streams import FIELD
@@ -142,3 +143,29 @@ def test_noise(valkey: str, tmp_path: Path, seed: int, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         play(scene, valkey, tmp_path)
     assert "background task failed" not in caplog.text, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "attempt", [Attempt((1 << 64) - 1, 0), Attempt(1 << 63, 7), Attempt(1 << 40, 1), Attempt(1, 1 << 31)]
+)
+def test_a_poisoned_fence_holds_no_request_up_for_ever(valkey: str, tmp_path: Path, attempt: Attempt) -> None:
+    """One that can be none is not read; one that could be is outranked by the next term."""
+
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.admit(1, max_tokens=6)
+            await executor.work(2)
+            await stage.streams.append_log(LOG, encode_fences([FenceEvent(1, 0, attempt)]))
+        # Whoever takes it on next finds the fence.
+        term = stage.service.term
+        async with stage.executor(incarnation="e0-2") as executor:
+            if attempt.term <= MOST_TERM and attempt > (term, 2):
+                await stage.until(lambda: is_later(stage, attempt.term))
+        async with stage.executor(incarnation="e0-3", highest_term=stage.service.term - 1) as executor:
+            await stage.finish(executor)
+            assert await stage.fold(1) == ([100, 101, 102, 103, 104, 105], EndReason.LENGTH)
+
+    async def is_later(stage: Stage, term: int) -> bool:
+        return stage.service.term > term
+
+    play(scene, valkey, tmp_path)

@@ -24,7 +24,7 @@ from octavo_shared.entries import (
 )
 from octavo_shared.fold import FenceEvent, SnapshotEvent, TokenEvent
 from octavo_shared.fold_beams import NO_TOKEN, BeamEnd, BeamEvent, BeamFold, Hypothesis
-from octavo_shared.ids import Attempt, RequestId
+from octavo_shared.ids import MOST_ATTEMPTS, MOST_TERM, Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
@@ -41,6 +41,7 @@ from octavo_shared.records import (
 INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
 UINT32 = st.integers(0, 2**32 - 1)
+TERM, NUMBER = st.integers(0, MOST_TERM), st.integers(0, MOST_ATTEMPTS)
 UINT64 = st.integers(0, 2**64 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT = st.floats(allow_nan=False)
@@ -141,7 +142,7 @@ def output_rows(draw: st.DrawFn) -> OutputRow:
     return OutputRow(
         request_id=RequestId("g", draw(UINT64)),
         choice=draw(INT32),
-        attempt=draw(UINT32),
+        attempt=draw(NUMBER),
         position=draw(COUNT),
         tokens=tokens,
         end=draw(ENDS),
@@ -153,7 +154,7 @@ def output_rows(draw: st.DrawFn) -> OutputRow:
     )
 
 
-@given(st.lists(output_rows(), max_size=5), UINT64)
+@given(st.lists(output_rows(), max_size=5), TERM)
 def test_a_steps_output_comes_back_the_same(rows: list[OutputRow], term: int) -> None:
     events = decode_entry(encode_tokens(rows, term=term, executor="e", epoch=3, step=4))
     assert events == [
@@ -189,7 +190,7 @@ def test_only_rows_with_something_rare_have_a_note() -> None:
     assert [(note.row, note.cached_tokens) for note in batch.notes] == [(1, 16)]
 
 
-ATTEMPTS = st.builds(Attempt, UINT64, UINT32)
+ATTEMPTS = st.builds(Attempt, TERM, NUMBER)
 
 
 @given(st.lists(st.builds(FenceEvent, UINT64, INT32, ATTEMPTS, ENDS, st.none() | PROBLEMS), max_size=4))
@@ -382,6 +383,8 @@ def test_the_unchanged_batch_is_read() -> None:
     [
         {"choices": _ints(0)},
         {"attempts": _ints(1, 1, 1)},
+        {"attempts": _ints(1, -1)},
+        {"term": 1 << 63},
         {"serials": b"1234567"},
         {"counts": _ints(2, 2)},
         {"counts": _ints(1, 1)},
@@ -436,6 +439,7 @@ def test_the_unchanged_step_is_read() -> None:
         {"choices": 0},
         {"choices": MAX_CHOICES + 1},
         {"position": -1},
+        {"term": MOST_TERM + 1},
         {"parents": _ints(0, 1)},
         {"tokens": _ints(7, 8)},
         {"tokens": b"12345"},
@@ -481,6 +485,9 @@ def test_the_unchanged_search_is_read() -> None:
         _search(shared=_ints(1), logprobs=_probs(1, 1, (0,), 0, 0)),
         log_pb2.LogEntry(),
         log_pb2.LogEntry(fences=log_pb2.FenceBatch(fences=[log_pb2.Fence(end=77)])),  # type: ignore[arg-type]
+        log_pb2.LogEntry(fences=log_pb2.FenceBatch(fences=[log_pb2.Fence(term=1 << 63)])),
+        log_pb2.LogEntry(fences=log_pb2.FenceBatch(fences=[log_pb2.Fence(term=1, n=MOST_ATTEMPTS + 1)])),
+        log_pb2.LogEntry(snapshot=log_pb2.Snapshot(choices=[log_pb2.ChoiceState(term=MOST_TERM + 1)])),
         log_pb2.LogEntry(snapshot=log_pb2.Snapshot(choices=[log_pb2.ChoiceState(tokens=b"abc")])),
         log_pb2.LogEntry(
             snapshot=log_pb2.Snapshot(

@@ -19,6 +19,8 @@ from octavo_shared.streams import LogPage, Streams
 BLOCK_MS = 1000
 # Ends that are no longer in the log are looked for when nothing has come for BLOCK_MS, and at least this often.
 SETTLE_S = 5.0
+# So many requests are looked for at a time, the others the next time: idle streams cost the same however many they are.
+SETTLE_MOST = 512
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class LogFollower:
         self._delivered: dict[tuple[int, int], SnapshotEvent] = {}
         self._run_id = ""
         self._settled_at = time.monotonic()
+        # Up to which serial ends have been looked for in this round.
+        self._settled_serial = 0
 
     @property
     def live(self) -> int:
@@ -180,10 +184,12 @@ class LogFollower:
 
         Either the log's owner has put their ends away, or they are lost: their log was deleted, or Redis lost its memory.
         """
+        serials = sorted(serial for serial in self._watchers if serial > self._settled_serial)[:SETTLE_MOST]
+        self._settled_serial = serials[-1] if len(serials) == SETTLE_MOST else 0
         waiting = [
             RequestId(self.log, serial)
-            for serial, watchers in self._watchers.items()
-            if any(watcher.records and not self.has_ended(serial, watcher.n) for watcher in watchers)
+            for serial in serials
+            if any(one.records and not self.has_ended(serial, one.n) for one in self._watchers[serial])
         ]
         known = await self._streams.unfinished(waiting)
         over = [one for one, unfinished in zip(waiting, known, strict=True) if not unfinished]

@@ -79,8 +79,8 @@ class Pressure:
         self._came = self._refused = self._counted_s = 0.0
         # What a first token takes beyond steps, as seen when nothing else ran; 0 = not known.
         self._overhead_s = 0.0
-        # Tokens and characters of prompts that were let in.
-        self._seen_tokens = self._seen_chars = 0.0
+        # Tokens and characters of prompts that were let in; at first English as tokenizers commonly cut it.
+        self._seen_tokens, self._seen_chars = 1.0, 4.0
 
     # --- letting in ---
 
@@ -90,8 +90,8 @@ class Pressure:
         Raises:
             ApiError: 429, 503 as for ``take_on``.
         """
-        if self._overloaded_s and (self._seen_chars or not chars):
-            tokens = ids + (math.ceil(chars * self._seen_tokens / self._seen_chars) if chars else 0)
+        if self._overloaded_s:
+            tokens = ids + math.ceil(chars * self._seen_tokens / self._seen_chars)
             await self._refuse_if_due(tokens, tokens, counts=False)
 
     async def take_on(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
@@ -61,7 +62,7 @@ class Server(uvicorn.Server):
         """The port listened on; only once started."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
-    @contextmanager
+    @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to ``run``: a stop that was asked for is no failure."""
         yield
@@ -94,6 +95,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def allow_many_connections() -> None:
+    """Each is an open file, of which a process may have few unless it asks (setrlimit(2)): as many as it may ask for."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status after a clean stop.
 
@@ -103,6 +111,7 @@ def run(settings: GatewaySettings) -> int:
     setup_logging("gateway", settings.log_level)
     if settings.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    allow_many_connections()
     server = Server(settings)
     # What is there now stays for good: the collector need not walk the vocabulary again and again.
     gc.collect()

@@ -14,6 +14,7 @@ from octavo_scheduler.core.errors import OutOfStepError
 from octavo_scheduler.engine import Engine
 from octavo_scheduler.service import SchedulerService
 from octavo_shared.entries import MalformedEntryError
+from octavo_shared.ids import MOST_TERM
 from octavo_shared.plan import PROTOCOL_VERSION, CacheOffer, ExecutorInfo, StepResult
 from octavo_shared.proto import executor_pb2 as pb
 from octavo_shared.proto import executor_pb2_grpc
@@ -43,8 +44,7 @@ _SIZES = {
     "max_num_batched_tokens": (1, 1 << 28),
     "vocab_size": (1, 1 << 28),
     "run_ahead": (0, 64),
-    # Terms may be milliseconds of Redis' clock; one beyond this was never given, and its scripts could soon not count on.
-    "highest_term": (0, 1 << 52),
+    "highest_term": (0, MOST_TERM),
 }
 
 # Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.

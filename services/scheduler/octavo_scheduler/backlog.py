@@ -108,6 +108,16 @@ class _Owed:
     prompt_tokens: int
     tokens_per_choice: float
     choices: int
+    # It has one sequence only.
+    is_single: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Tokens of work that are still owed, and those of them that are of prompts, by log."""
+
+    queued_tokens: int
+    prompts_ahead: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,7 @@ class Backlog:
         # A beam search computes all its beams, whatever number it returns.
         sequences = max(record.n, record.sampling.beam_width)
         per_choice = self.lengths.expected(record.sampling.max_tokens) * sequences / record.n
-        self._owed[record.id] = _Owed(len(record.prompt), per_choice, record.n)
+        self._owed[record.id] = _Owed(len(record.prompt), per_choice, record.n, sequences == 1)
         self._total += len(record.prompt) + per_choice * record.n
         self._prompts[record.id.log] += len(record.prompt)
 
@@ -161,19 +171,6 @@ class Backlog:
         if self._prompts[log] <= 0:
             del self._prompts[log]
 
-    def prompts_ahead(self, running: Iterable[Progress]) -> dict[str, int]:
-        """Prompt tokens that are still to be computed, by log, given how far the running sequences are."""
-        left = Counter(self._prompts)
-        done: dict[RequestId, int] = {}
-        for progress in running:
-            request_id = progress.request_id
-            if (owed := self._owed.get(request_id)) is not None:
-                # Choices share their prompt.
-                done[request_id] = max(done.get(request_id, 0), min(progress.computed_tokens, owed.prompt_tokens))
-        for request_id, tokens in done.items():
-            left[request_id.log] -= tokens
-        return {log: tokens for log, tokens in left.items() if tokens > 0}
-
     def learn(self, sequence: Sequence, reason: EndReason) -> None:
         """A choice has ended; it carries its tokens."""
         if reason is not EndReason.ERROR:
@@ -186,8 +183,10 @@ class Backlog:
             if isinstance(event, Ended):
                 self.learn(event.sequence, event.reason)
 
-    def queued_tokens(self, running: Iterable[Progress]) -> int:
-        """Tokens of work still owed, given how far the running sequences are."""
+    def standing(self, running: Iterable[Progress]) -> Standing:
+        """What is still owed, given how far the running sequences are."""
+        done = 0.0
+        prompts_left = Counter(self._prompts)
         prompts: dict[RequestId, int] = {}
         outputs: dict[RequestId, float] = {}
         for progress in running:
@@ -195,8 +194,18 @@ class Backlog:
             owed = self._owed.get(request_id)
             if owed is None:
                 continue
-            # Choices share their prompt: it counts once, as far as the furthest of them is.
-            prompts[request_id] = max(prompts.get(request_id, 0), min(progress.computed_tokens, owed.prompt_tokens))
+            prompt = min(progress.computed_tokens, owed.prompt_tokens)
             output = min(max(progress.computed_tokens - progress.prompt_tokens, 0), owed.tokens_per_choice)
+            if owed.is_single:
+                done += prompt + output
+                prompts_left[request_id.log] -= prompt
+                continue
+            # Choices share their prompt: it counts once, as far as the furthest of them is.
+            prompts[request_id] = max(prompts.get(request_id, 0), prompt)
             outputs[request_id] = min(outputs.get(request_id, 0.0) + output, owed.tokens_per_choice * owed.choices)
-        return max(round(self._total - sum(prompts.values()) - sum(outputs.values())), 0)
+        for request_id, prompt in prompts.items():
+            prompts_left[request_id.log] -= prompt
+        done += sum(prompts.values()) + sum(outputs.values())
+        return Standing(
+            max(round(self._total - done), 0), {log: left for log, left in prompts_left.items() if left > 0}
+        )

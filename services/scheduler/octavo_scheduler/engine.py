@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from octavo_scheduler.backlog import Progress, Rate
+from octavo_scheduler.core.beam_groups import blocks_of_beams
 from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
@@ -270,23 +271,38 @@ class Engine:
         for sequence, planned in zip(table.running, table.planned[: len(table)].tolist(), strict=True):
             yield Progress(sequence.request_id, sequence.output_start, planned)
 
+    def has_room_for(self, record: RequestRecord) -> bool:
+        """Whether a request can run here to its full length, if it is alone."""
+        config, sampling = self.core.config, record.sampling
+        if len(record.prompt) + sampling.max_tokens > config.max_model_len:
+            return False
+        if not sampling.beam_width:
+            return True
+        blocks = blocks_of_beams(record, config.block_size, config.max_model_len)
+        return sampling.beam_width <= config.max_num_seqs and blocks <= config.num_blocks
+
     @property
     def load(self) -> int:
         """Sequences it has, running or waiting."""
         return self.core.num_running + self.core.num_waiting
 
 
-def choose_engine(engines: Sequence[Engine], now_s: float, record: RequestRecord | None = None) -> Engine | None:
-    """Where a request goes: of executors that are not leaving the one where it costs least; one that is stuck only if all are.
+def choose_engine(engines: Sequence[Engine], now_s: float, *records: RequestRecord) -> Engine | None:
+    """Where requests go: of executors that are not leaving the one where they cost least; one that is stuck only if all are.
 
-    What it costs is the prompt tokens that an executor has not cached, and the company it would have there.
+    What they cost is the prompt tokens that an executor has not cached, and the company they would have there. First of all
+    they must have room (of executors without, the one that runs the longest sequences).
     """
     candidates = [engine for engine in engines if not engine.draining]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
 
-    def cost(engine: Engine) -> tuple[bool, int]:
-        cached = 0 if record is None else engine.core.prefix_cache.count_cached(record)
-        return not engine.is_making_progress(now_s), COMPANY_TOKENS * engine.load - cached
+    def cost(engine: Engine) -> tuple[int, bool, int]:
+        has_room = all(engine.has_room_for(record) for record in records)
+        cached = sum(engine.core.prefix_cache.count_cached(record) for record in records)
+        lack = 0 if has_room else most - engine.core.config.max_model_len + 1
+        return lack, not engine.is_making_progress(now_s), COMPANY_TOKENS * engine.load - cached
+
+    most = max(engine.core.config.max_model_len for engine in candidates)
 
     return min(candidates, key=cost)

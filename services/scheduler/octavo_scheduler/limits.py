@@ -25,9 +25,9 @@ def bound_on_queued_tokens(settings: SchedulerSettings, engines: Sequence[Engine
 
 
 def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engine], backlog: Backlog) -> ModelLimits:
-    """The limits as of now: of sizes the smallest among executors counts, of work all of it."""
+    """The limits as of now: of sizes the greatest among executors counts, of work all of it."""
     now = time.monotonic()
-    progress = [one for engine in engines for one in engine.progress()]
+    standing = backlog.standing(one for engine in engines for one in engine.progress())
     alive = [engine for engine in engines if engine.is_making_progress(now)]
     infos = [engine.info for engine in engines]
     configs = [engine.core.config for engine in engines]
@@ -40,15 +40,15 @@ def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engin
     backlog.last_tokens_per_s = rate or backlog.last_tokens_per_s
     return ModelLimits(
         model=settings.model_name,
-        max_model_len=min((config.max_model_len for config in configs), default=0),
-        pool_tokens=min((info.num_device_blocks * info.block_size for info in infos), default=0),
+        max_model_len=max((config.max_model_len for config in configs), default=0),
+        pool_tokens=max((info.num_device_blocks * info.block_size for info in infos), default=0),
         vocab_size=min((info.vocab_size for info in infos), default=0),
         ready=bool(alive),
         reason="" if alive else "no executor makes progress" if engines else "no executor is attached",
         executors=len(alive),
         term=term,
-        max_num_seqs=min((config.max_num_seqs for config in configs), default=0),
-        queued_tokens=backlog.queued_tokens(progress),
+        max_num_seqs=max((config.max_num_seqs for config in configs), default=0),
+        queued_tokens=standing.queued_tokens,
         tokens_per_s=backlog.last_tokens_per_s,
         max_queued_tokens=bound_on_queued_tokens(settings, engines),
         expected_outputs=backlog.lengths.curve(),
@@ -57,7 +57,7 @@ def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engin
         prompt_s=sum(one.prompt_s for one in times) / count,
         lone_step_s=sum(one.decode_s(1) for one in times) / count,
         slot_wait_s=next_one.slot_wait_s if next_one is not None else 0.0,
-        prompts_ahead=backlog.prompts_ahead(progress),
+        prompts_ahead=standing.prompts_ahead,
         max_queue_wait_s=settings.max_queue_wait,
         max_ttft_ratio=settings.max_ttft_ratio,
     )

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 PUBLISH_S = 1.0
 # While requests are owed something: gateways decide by it who may still come.
 PUBLISH_BUSY_S = 0.25
+# Saying it takes at most one part in so many of the time: with thousands of sequences that is more seldom.
+PUBLISH_SHARE = 50
 # An exposition costs milliseconds of a core that the forward pass could use, and is scraped every 5 s at most.
 PUBLISH_METRICS_S = 5.0
 # When requests have just ended, say so sooner.
@@ -200,7 +202,7 @@ class SchedulerProcess:
         """Limits every second, more often while there is work, metrics every few, and both soon after the last request ended."""
         was_busy = False
         began_s = time.monotonic()
-        limits_said_s = metrics_due_s = 0.0
+        limits_said_s = metrics_due_s = limits_took_s = 0.0
         while True:
             now_s = time.monotonic()
             fell_idle = was_busy and not service.busy
@@ -208,9 +210,11 @@ class SchedulerProcess:
             if fell_idle:
                 service.check_integrity()
             with contextlib.suppress(RedisError, OSError):
-                if fell_idle or now_s - limits_said_s >= (PUBLISH_BUSY_S if service.busy else PUBLISH_S):
+                pause_s = max(PUBLISH_BUSY_S, PUBLISH_SHARE * limits_took_s) if service.busy else PUBLISH_S
+                if fell_idle or now_s - limits_said_s >= min(pause_s, PUBLISH_S):
                     limits_said_s = now_s
                     limits = service.limits()
+                    limits_took_s = time.monotonic() - now_s
                     if limits.ready or now_s - began_s > SETTLE_S or await self.streams.read_limits() is None:
                         await self.streams.publish_limits(limits)
                 if fell_idle or now_s >= metrics_due_s:

@@ -36,7 +36,11 @@ class Trials:
         if self._is_emptying or self._blame.is_suspect(request_id):
             return None
         engines = [engine for engine in self._service.engines if engine is not self._court]
-        return choose_engine(engines, time.monotonic(), record)
+        engine = choose_engine(engines, time.monotonic(), record)
+        if engine is not None and not engine.has_room_for(record):
+            # Not refused while it has room where it may not go just now.
+            return None if any(one.has_room_for(record) for one in self._service.engines) else engine
+        return engine
 
     def hold(self) -> None:
         """If suspects wait for their trial, find them an executor that does nothing else, or make one."""
@@ -45,10 +49,16 @@ class Trials:
         if not self._blame.next_trial():
             self._court = None
             return
-        if self._court in self._service.engines:
+        records = [live.record for live in self._service.live if live.record.id in self._blame.on_trial]
+        roomy = [
+            engine
+            for engine in self._service.engines
+            if not engine.draining and all(engine.has_room_for(record) for record in records)
+        ]
+        if self._court in (roomy or self._service.engines):
             return
         self._court = None
-        engine = choose_engine(self._service.engines, time.monotonic())
+        engine = choose_engine(self._service.engines, time.monotonic(), *records)
         if engine is not None and engine.load:
             # What it has goes on elsewhere, or after the trial.
             self._is_emptying = True
@@ -56,7 +66,7 @@ class Trials:
                 engine.restart("requests that may break executors are tried on it", blame=False)
             finally:
                 self._is_emptying = False
-            engine = choose_engine(self._service.engines, time.monotonic())
+            engine = choose_engine(self._service.engines, time.monotonic(), *records)
         if engine is not None and not engine.load:
             self._court = engine
 

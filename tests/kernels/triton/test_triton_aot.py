@@ -16,6 +16,7 @@ import pytest
 
 from octavo_kernels.triton.aot import machine_code
 from octavo_kernels.triton.aot.case import Case, faults
+from octavo_kernels.triton.aot.check import all_cases
 from octavo_kernels.triton.aot.compile import Compiled, compiling
 from octavo_kernels.triton.aot.estimate import Work, blocks_per_multiprocessor, floor_s, issue_share
 from octavo_kernels.triton.aot.machine_code import Code
@@ -214,6 +215,13 @@ def test_rows_of_other_cases_stay(tmp_path: Path) -> None:
     old = [result("sm_80", 112), result("sm_90", 8), replace(result("sm_90"), variant="gone")]
     pairs = [("attention, decodes", "bf16", target) for target in ("sm_90", "sm_80", "gfx942")]
     assert merged([result("sm_90")], old, pairs) == [result("sm_90"), result("sm_80", 112)]
+
+
+def test_the_table_of_the_docs_is_whole_and_nothing_falls_short() -> None:
+    rows = read_rows(Path(__file__).parents[3] / "docs" / "kernels.md")
+    wanted = [(case.group, case.variant, target) for case in all_cases() for target in TARGETS]
+    assert [(row.group, row.variant, row.target) for row in rows] == wanted
+    assert [row.line() for row in rows if row.faults] == []
 
 
 def test_nothing_compiles_where_kernels_are_interpreted() -> None:

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from octavo_scheduler.core.scheduler import Scheduler
 
 
+def blocks_of_beams(record: RequestRecord, block_size: int, max_model_len: int) -> int:
+    """Blocks that all hypotheses of a beam search need at once when they are as long as they may be."""
+    prompt = len(record.prompt)
+    most = min(prompt + record.sampling.max_tokens, max_model_len) - 1
+    shared = prompt // block_size
+    return shared + record.sampling.beam_width * (-(-most // block_size) - shared)
+
+
 @dataclass(slots=True, eq=False)
 class BeamGroup:
     """One request's search. ``members`` are the sequences of its live hypotheses, in their order.
@@ -72,10 +80,7 @@ class BeamGroup:
 
     def blocks_at_most(self, block_size: int) -> int:
         """Blocks that all its hypotheses need at once when they are as long as they may be."""
-        prompt = len(self.record.prompt)
-        most = min(prompt + self.record.sampling.max_tokens, self.max_model_len) - 1
-        shared = prompt // block_size
-        return shared + self.record.sampling.beam_width * (-(-most // block_size) - shared)
+        return blocks_of_beams(self.record, block_size, self.max_model_len)
 
     def answer(self, sequence: Sequence, candidates: Candidates) -> BeamEvent | None:
         """A member has been computed; the decision, if it was the last one."""
