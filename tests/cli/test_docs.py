@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.main import main
+from octavo.stack import KINDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/chaos.md", "docs/models.md")
@@ -70,3 +71,38 @@ def test_model_commands(
     for command in commands:
         assert main(command.split()[1:]) == 0, command
         assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").is_file()
+
+
+# --- what pages speak of ----------------------------------------------------------------------------------------------
+
+ALL_PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("services/*/README.md"))]
+SETTINGS = {name for kind in KINDS for name in kind.model_fields}
+# Of docker, pip and the like.
+FOREIGN_FLAGS = {"detach", "wait", "scale", "volumes"}
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All there is besides pages and tests."""
+    rooms = ("services", "shared", "kernels", "cli", "bench", "tools")
+    suffixes = {".py", ".sh", ".c", ".h", ".proto"}
+    found = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in suffixes]
+    found += [ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("compose*.yaml")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in found)
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_speaks_of_is_there(page: Path, sources: str) -> None:
+    """Flags, environment variables, metrics, files and other pages."""
+    text = page.read_text(encoding="utf-8")
+    for flag in set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", text)) - FOREIGN_FLAGS:
+        setting = flag.replace("-", "_")
+        assert setting.removeprefix("no_") in SETTINGS or setting in SETTINGS or f'"--{flag}"' in sources, f"--{flag}"
+    for variable in re.findall(r"\bOCTAVO_[A-Z_]*[A-Z]", text):
+        assert variable.removeprefix("OCTAVO_").lower() in SETTINGS or variable in sources, variable
+    for metric in re.findall(r"\b(?:octavo|vllm):([a-z_]*[a-z])", text):
+        assert re.sub(r"_(total|bucket|sum|count)$", "", metric) in sources, metric
+    for name in re.findall(r"`([\w/.-]+\.(?:py|sh|c|h|proto|md|toml|yaml))[`: ]", text):
+        assert (ROOT / name).exists() or any(ROOT.glob(f"[a-z]*/**/{name}")) or f'"{name}"' in sources, name
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / link).exists(), link

@@ -164,7 +164,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 class Cache:
-    """What the scheduler says of its prefix cache. Its metrics are up to a second old, so it waits for its lookups first."""
+    """What the scheduler says of its prefix cache. Its metrics are seconds old while it works, so it waits for its lookups first."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack

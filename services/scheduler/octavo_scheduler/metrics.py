@@ -25,92 +25,79 @@ class SchedulerMetrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._values = (model, "0")
+        self._make_vllms()
+        self._make_our_own()
+        self._reported: dict[str, int] = {}
 
-        def gauge(name: str, text: str, labels: Items[str] = ()) -> Gauge:
-            return Gauge(f"vllm:{name}", text, (*_LABELS, *labels), registry=self.registry)
-
-        def counter(name: str, text: str, labels: Items[str] = ()) -> Counter:
-            made = Counter(f"vllm:{name}", text, (*_LABELS, *labels), registry=self.registry)
-            if not labels:
-                # Shown from the start: a rate over a series that is not there yet misses its first step.
-                made.labels(*self._values)
-            return made
-
-        def histogram(name: str, text: str, buckets: Items[float]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
-
-        self._running = gauge("num_requests_running", "Sequences that have a slot.")
-        self._waiting = gauge("num_requests_waiting", "Sequences that wait for one.")
-        self._waiting_by_reason = gauge("num_requests_waiting_by_reason", "Waiting sequences by reason.", ("reason",))
-        self._usage = gauge("kv_cache_usage_perc", "Share of KV-cache blocks that are referenced, 0 to 1.")
-        self._config = gauge(
-            "cache_config_info",
+    def _make_vllms(self) -> None:
+        self._running = self._gauge("vllm:num_requests_running", "Sequences that have a slot.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for one.")
+        self._waiting_by_reason = self._gauge(
+            "vllm:num_requests_waiting_by_reason", "Waiting sequences by reason.", ("reason",)
+        )
+        self._usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV-cache blocks that are referenced, 0 to 1.")
+        self._config = self._gauge(
+            "vllm:cache_config_info",
             "Sizes of the KV cache.",
             ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype"),
         )
-        self._queries = counter("prefix_cache_queries", "Tokens looked for in the prefix cache.")
-        self._hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._preemptions = counter("num_preemptions", "Sequences let go to make room.")
-        self._cached = counter("prompt_tokens_cached", "Prompt tokens that were not computed.")
-        self._by_source = counter("prompt_tokens_by_source", "Prompt tokens by where they came from.", ("source",))
-        self._iteration = histogram("iteration_tokens_total", "Tokens computed per step.", _ITERATION_BUCKETS)
-        self._queue_time = histogram("request_queue_time_seconds", "From arrival to a slot.", _TIME_BUCKETS)
-        self._prefill_time = histogram("request_prefill_time_seconds", "From a slot to the first token.", _TIME_BUCKETS)
-        self._decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", _TIME_BUCKETS)
-        self._inference_time = histogram("request_inference_time_seconds", "From a slot to the end.", _TIME_BUCKETS)
-        self._computed = histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens computed per request.", (1, 2, 5, *_decades(10, 1e6))
+        self._queries = self._counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._preemptions = self._counter("vllm:num_preemptions", "Sequences let go to make room.")
+        self._cached = self._counter("vllm:prompt_tokens_cached", "Prompt tokens that were not computed.")
+        self._by_source = self._counter(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", ("source",)
         )
-        self._step = Histogram(
-            "octavo:step_seconds",
-            "Where the time of a step goes.",
-            (*_LABELS, "phase"),
-            buckets=_STEP_BUCKETS,
-            registry=self.registry,
+        self._iteration = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens computed per step.", _ITERATION_BUCKETS
         )
-        self._waste = Gauge("octavo:kv_blocks_used", "Referenced KV-cache blocks.", _LABELS, registry=self.registry)
-        self._hit_rate = Gauge(
-            "octavo:prefix_cache_hit_rate", "Hit rate over the last 1,000 requests.", _LABELS, registry=self.registry
+        self._queue_time = self._histogram("vllm:request_queue_time_seconds", "From arrival to a slot.", _TIME_BUCKETS)
+        self._prefill_time = self._histogram(
+            "vllm:request_prefill_time_seconds", "From a slot to the first token.", _TIME_BUCKETS
         )
-        self._queued = Gauge(
-            "octavo:queued_tokens", "Work owed to requests that have not ended.", _LABELS, registry=self.registry
+        self._decode_time = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last.", _TIME_BUCKETS
         )
-        self._bound = Gauge(
-            "octavo:max_queued_tokens", "Requests that exceed it get 429; 0 = none.", _LABELS, registry=self.registry
+        self._inference_time = self._histogram(
+            "vllm:request_inference_time_seconds", "From a slot to the end.", _TIME_BUCKETS
         )
-        self._rate = Gauge(
-            "octavo:tokens_per_second", "Tokens computed or drawn, recently.", _LABELS, registry=self.registry
+        self._computed = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens computed per request.",
+            (1, 2, 5, *_decades(10, 1e6)),
         )
-        self._breaches = Counter(
-            "octavo:integrity_breaches", "Broken invariants of the core.", _LABELS, registry=self.registry
+
+    def _make_our_own(self) -> None:
+        self._step = self._histogram("octavo:step_seconds", "Where the time of a step goes.", _STEP_BUCKETS, ("phase",))
+        self._waste = self._gauge("octavo:kv_blocks_used", "Referenced KV-cache blocks.")
+        self._hit_rate = self._gauge("octavo:prefix_cache_hit_rate", "Hit rate over the last 1,000 requests.")
+        self._queued = self._gauge("octavo:queued_tokens", "Work owed to requests that have not ended.")
+        self._bound = self._gauge("octavo:max_queued_tokens", "Requests that exceed it get 429; 0 = none.")
+        self._rate = self._gauge("octavo:tokens_per_second", "Tokens computed or drawn, recently.")
+        self._executors = self._gauge("octavo:executors", "Attached executors that make progress.")
+        self._breaches = self._counter("octavo:integrity_breaches", "Broken invariants of the core.")
+        self._adopted = self._counter("octavo:adopted_blocks", "Cached blocks taken over from an earlier term.")
+        self._quarantined = self._counter(
+            "octavo:requests_quarantined", "Requests given up because they made executors fail."
         )
-        self._breaches.labels(*self._values)
-        self._let_go = Counter(
-            "octavo:executors_let_go",
-            "Executors that were silent or got nowhere.",
-            (*_LABELS, "reason"),
-            registry=self.registry,
+        self._let_go = self._counter(
+            "octavo:executors_let_go", "Executors that were silent or got nowhere.", ("reason",)
         )
         for reason in ("silent", "stalled"):
             self._let_go.labels(*self._values, reason)
-        self._quarantined = Counter(
-            "octavo:requests_quarantined",
-            "Requests given up because they made executors fail.",
-            _LABELS,
-            registry=self.registry,
-        )
-        self._quarantined.labels(*self._values)
-        self._adopted = Counter(
-            "octavo:adopted_blocks",
-            "Cached blocks taken over from an earlier term.",
-            _LABELS,
-            registry=self.registry,
-        )
-        self._adopted.labels(*self._values)
-        self._executors = Gauge(
-            "octavo:executors", "Attached executors that make progress.", _LABELS, registry=self.registry
-        )
-        self._reported: dict[str, int] = {}
+
+    def _gauge(self, name: str, text: str, labels: Items[str] = ()) -> Gauge:
+        return Gauge(name, text, (*_LABELS, *labels), registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: Items[str] = ()) -> Counter:
+        made = Counter(name, text, (*_LABELS, *labels), registry=self.registry)
+        if not labels:
+            # Shown from the start: a rate over a series that is not there yet misses its first step.
+            made.labels(*self._values)
+        return made
+
+    def _histogram(self, name: str, text: str, buckets: Items[float], labels: Items[str] = ()) -> Histogram:
+        return Histogram(name, text, (*_LABELS, *labels), buckets=buckets, registry=self.registry)
 
     def observe_lookup(self, num_tokens: int, cached_tokens: int, waited_s: float) -> None:
         """A request got its first slot."""
