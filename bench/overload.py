@@ -3,12 +3,12 @@
 A real `octavo serve`. First one client at a time (the unloaded time to first token), then several at once, each with a request at
 any time, to find out how many requests a second are served, then an open loop: requests arrive at ``--factor`` times that rate,
 whether or not those before have been answered. The first ``--settle`` seconds of it are not counted: a burst is let in until
-requests would wait for ``--max-queue-wait`` (10 s), and has to be worked off. Printed are the times to first token of those that
+requests would wait for ``--max-queue-wait`` (30 s), and has to be worked off: give a shorter one, or settle for longer. Printed are the times to first token of those that
 were admitted afterwards beside the unloaded ones, what was served of what came, and what refusing cost the gateway.
 
 What follows ``--`` goes to `octavo serve`.
 
-Run: python bench/overload.py [MODEL] [--factor 10] [--seconds 30] [-- --max-ttft-ratio 1.5]
+Run: python bench/overload.py [MODEL] [--factor 10] [--seconds 30] [-- --max-queue-wait 10]
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ class SchedulerSettings(GrpcSettings):
         ge=0,
     )
     max_queue_wait: float = setting(
-        10.0,
+        30.0,
         "scheduler",
         "Requests get 429 when their turn would come later than in so many seconds; 0 = no bound, the queue may be deep.",
         ge=0,

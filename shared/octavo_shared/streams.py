@@ -13,7 +13,6 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
-from redis.maint_notifications import MaintNotificationsConfig
 
 from octavo_shared import scripts
+from octavo_shared.connections import connect
 from octavo_shared.entries import (
     MalformedEntryError,
     decode_abort,
@@ -42,8 +39,6 @@ from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord
 
 GROUP = "scheduler"
 FIELD = b"e"
-# Of one process. Hundreds of requests may begin or end in the same moment; this many are on their way at once.
-MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +69,6 @@ class NoGroupError(RuntimeError):
     """The model stream has no consumer group (any more)."""
 
 
-class _FailsAsConnection:
-    """Mixed into a connection class: a transport that has been closed meanwhile is a lost connection like any other.
-
-    uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
-    """
-
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        try:
-            await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        except RuntimeError as error:
-            raise RedisConnectionError(str(error)) from error
-
-
-class _PatientPool(redis.asyncio.BlockingConnectionPool):
-    """Connections for whoever comes first. When all are busy one waits; the plain pool raises as if Redis were away."""
-
-    def __init__(self, *, connection_class: type[AbstractConnection] = redis.asyncio.Connection, **kwargs: Any) -> None:
-        kind = type(connection_class.__name__, (_FailsAsConnection, connection_class), {})
-        super().__init__(connection_class=kind, **kwargs)
-
-    async def release(self, connection: AbstractConnection) -> None:
-        # A release that is cancelled half-way would never give the connection back.
-        await asyncio.shield(super().release(connection))
-
-
 class Streams:
     """The log of one model, over one asyncio Redis client."""
 
@@ -120,14 +90,7 @@ class Streams:
     @classmethod
     def connect(cls, url: str, model: str) -> Streams:
         """A client of its own for ``url``; nothing is sent yet."""
-        # The handshake for maintenance notifications (a hosted-Redis feature) swallows cancellations.
-        quiet = MaintNotificationsConfig(enabled=False)
-        # A connection over a unix socket refuses this option outright.
-        keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
-        pool = _PatientPool.from_url(
-            url, max_connections=MAX_CONNECTIONS, maint_notifications_config=quiet, **keepalive
-        )
-        return cls(redis.asyncio.Redis.from_pool(pool), model)
+        return cls(connect(url), model)
 
     async def close(self) -> None:
         """Give the connections back."""
