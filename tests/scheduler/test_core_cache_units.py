@@ -18,6 +18,7 @@ from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.core.hashing import HASH_BYTES, BlockHasher
 from octavo_scheduler.core.prefix_cache import PrefixCache
 from octavo_scheduler.core.sequence import Sequence
+from octavo_shared.records import Int32Array
 
 
 def content(digest: bytes, number: int = 1, parent: int = 0, tokens: tuple[int, ...] = (1, 2)) -> Content:
@@ -158,6 +159,23 @@ class Colliding(BlockHasher):
 
     def start(self, root: bytes) -> bytes:
         return b"\x00"
+
+    def extend(self, chain: list[bytes], root: bytes, tokens: Int32Array, num_blocks: int) -> None:
+        while len(chain) < num_blocks:
+            chain.append(self.follow(chain[-1] if chain else self.start(root), b""))
+
+
+def test_a_chain_is_extended_as_it_is_followed() -> None:
+    hasher, tokens = BlockHasher(b"k", 4), np.arange(15, dtype=np.int32)
+    chain = [hasher.follow(hasher.start(b"r"), tokens[:4].tobytes())]
+    hasher.extend(chain, b"r", tokens, 3)
+    expected = [hasher.start(b"r")]
+    for start in (0, 4, 8):
+        expected.append(hasher.follow(expected[-1], tokens[start : start + 4].tobytes()))
+    assert chain == expected[1:]
+    afresh: list[bytes] = []
+    hasher.extend(afresh, b"r", tokens, 3)
+    assert afresh == chain
 
 
 def test_a_collision_never_matches() -> None:

@@ -108,13 +108,12 @@ class PrefixCache:
     def _verify(self, sequence: Sequence, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> int:
         """How many of the blocks really hold the sequence's tokens, each continuing the one before it."""
         count, size = len(blocks), self._block_size
-        pools = (self._device, self._host)
-        which = [~on_host, on_host]
-        parents, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
-        tokens = np.empty((count, size), np.int32)
-        for pool, mask in zip(pools, which, strict=True):
-            parents[mask], numbers[mask] = pool.parent[blocks[mask]], pool.number[blocks[mask]]
-            tokens[mask] = pool.tokens[blocks[mask]]
+        device, host = self._device, self._host
+        at = np.where(on_host, 0, blocks)
+        parents, numbers, tokens = device.parent[at], device.number[at], device.tokens[at]
+        if np.count_nonzero(on_host):
+            at = blocks[on_host]
+            parents[on_host], numbers[on_host], tokens[on_host] = host.parent[at], host.number[at], host.tokens[at]
         expected = np.empty(count, np.int64)
         expected[0] = self._root_number(sequence.root)
         expected[1:] = numbers[:-1]
