@@ -151,7 +151,7 @@ class Saboteur:
         """As in a rolling restart: asked to end, and the next one only once this one is back."""
         started = process.starts
         process.terminate()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(self._stack.sizes.drain_timeout_s + 30):
             while process.starts == started:
                 await asyncio.sleep(0.05)
         return process.name

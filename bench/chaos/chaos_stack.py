@@ -34,6 +34,8 @@ class Sizes:
     lease_s: float = 3.0
     # Long enough for a client that hears nothing to find that out, short enough to see that nothing stays for good.
     resume_ttl_s: float = 40.0
+    # As an operator sets it: longer than the longest answer. A client that cannot resume is aborted after it.
+    drain_timeout_s: float = 60.0
     appendfsync: str = "always"
 
 
@@ -105,7 +107,12 @@ class ChaosStack:
             self.executors.append(await self._service("executor", name, flags))
         for index, port in enumerate(self._gateway_ports):
             await self._proxy(f"client-gateway{index}", lambda p=port: [p])
-            flags = {"host": "127.0.0.1", "port": str(port), "stream_resume_ttl": str(self.sizes.resume_ttl_s)}
+            flags = {
+                "host": "127.0.0.1",
+                "port": str(port),
+                "stream_resume_ttl": str(self.sizes.resume_ttl_s),
+                "drain_timeout_s": str(self.sizes.drain_timeout_s),
+            }
             self.gateways.append(await self._service("gateway", f"gateway{index}", flags))
         for process in self.services:
             process.start()

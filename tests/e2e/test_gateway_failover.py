@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from e2e_stack import READY_TIMEOUT_S
 from log_server import log_server
 from resuming_client import Reading
 from service_set import find_free_port
@@ -50,7 +51,7 @@ class Cluster:
         self._start("scheduler")
         self._start("executor", "--executor-name", "only", *MODEL_FLAGS)
         self.gateways = [self.start_gateway(index) for index in range(2)]
-        wait_until(lambda: all(map(is_ready, self.urls)))
+        wait_until(lambda: all(map(is_ready, self.urls)), READY_TIMEOUT_S)
 
     def _start(self, service: str, *flags: str) -> subprocess.Popen[bytes]:
         log = (self.folder / f"{service}-{len(self.processes)}.log").open("wb")
