@@ -18,9 +18,8 @@ from redis import Redis
 from service_set import Services, wait_until
 
 CLIENTS = 16
-# What allocators and caches may take beyond what they had, whatever the number of requests. A gateway remembers the text of
-# each token of the vocabulary it has met: 49,152 of about 200 bytes, since these outputs are random.
-SLACK_BYTES = {"gateway": 22 << 20, "scheduler": 12 << 20, "executor": 24 << 20, "redis": 8 << 20}
+# What allocators and caches may take beyond what they had, whatever the number of requests.
+SLACK_BYTES = {"gateway": 12 << 20, "scheduler": 12 << 20, "executor": 24 << 20, "redis": 8 << 20}
 
 
 async def send(port: int, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> Any:
@@ -124,4 +123,5 @@ def test_what_is_over_leaves_nothing(small_model: Any, tmp_path: Path, free_port
 
 @pytest.mark.slow
 def test_thousands_of_requests_leave_nothing(small_model: Any, tmp_path: Path, free_port: int) -> None:
-    check_bounded(small_model, tmp_path, free_port, 1000, 6000)
+    # Outputs are random here, and a gateway remembers the text of every token it has met: let it meet most of the vocabulary.
+    check_bounded(small_model, tmp_path, free_port, 5000, 6000)
