@@ -63,7 +63,7 @@ class Granter:
         size = self._config.block_size
         missing: Int32Array = ends - self._table.capacity[rows]
         near = (missing >= 0).nonzero()[0]
-        # Blocks that would be full and one more, but for those whose tokens just fit.
+        # None where the tokens just fit: such rows are near, for they fill a block.
         need: Int32Array = (missing[near] + np.int32(size - 1)) // np.int32(size)
         growing = need.nonzero()[0]
         return near, _pick(rows, near[growing]), need[growing]

@@ -24,7 +24,10 @@ Rows = slice | npt.NDArray[np.intp]
 
 
 class Roster(NamedTuple):
-    """Who has the rows: ``slots`` and ``uids`` of all n of them, beside ``rows`` 0 … n-1 and n ``ones``. Not to be written to."""
+    """Who has the n rows: ``slots`` int32[n] and ``uids`` int64[n], beside ``rows`` intp[n] (0 … n-1) and ``ones`` int32[n].
+
+    Plans share these arrays, so they cannot be written to.
+    """
 
     slots: Int32Array
     uids: npt.NDArray[np.int64]
