@@ -20,7 +20,8 @@ RowIndex = npt.NDArray[np.intp]
 class Grant:
     """``rows`` of the slot table compute ``counts`` tokens each, ``num_tokens`` in all, which brings them to ``ends``.
 
-    ``near`` intp[k] are the places among them of those that come to the end of the blocks they have. ``growing`` rows need ``need`` int32[g] more blocks, ``growth`` in all; ``forked`` rows write into blocks that others may
+    ``near`` intp[k] are the places among them of those that come to the end of the blocks they have. ``growing`` rows
+    intp[g] need ``need`` int32[g] more blocks, ``growth`` in all; ``forked`` rows intp[f] write into blocks that others may
     hold and so need ``copies`` blocks in all.
     """
 
