@@ -206,9 +206,7 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(
-        self, entry_id: bytes, record: RequestRecord | None, holder: str = ""
-    ) -> bool:
+    async def finish_request(self, entry_id: bytes, record: RequestRecord | None, holder: str = "") -> bool:
         """Acknowledge and delete an entry whose every choice has its end in the log.
 
         With ``holder`` only while that one holds the scheduler's lease; False when not: who has been replaced unawares may
