@@ -23,7 +23,7 @@ help: ## List the targets
 $(SERVES): pyproject.toml constraints.txt tools/make_venv.sh
 	@tools/make_venv.sh $(PYTHON)
 	@echo "Installing into .venv what constraints.txt lists (once; torch is most of it, and takes minutes)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[all]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[all,client]'
 	@touch $@
 
 $(STAMP): $(SERVES)
