@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
+# What serving takes, and what everything takes.
+SERVES := .venv/.serves
 STAMP := .venv/.installed
 # MODEL=folder, hub id or .gguf file (empty: the built-in default); ARGS='--port 9000 ...' adds flags of `octavo serve`.
 MODEL ?=
@@ -18,18 +20,23 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  %-15s %s\n", $$1, $$2}'
 
 # One recipe so that a half-made environment is made again: the stamp comes last.
-$(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
+$(SERVES): pyproject.toml constraints.txt tools/make_venv.sh
 	@tools/make_venv.sh $(PYTHON)
 	@echo "Installing into .venv what constraints.txt lists (once; torch is most of it, and takes minutes)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[all,client]'
+	@touch $@
+
+$(STAMP): $(SERVES)
+	@echo "Installing into .venv what developing and testing takes (once)"
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP) ## Make .venv with everything pinned
 
-model: $(STAMP) ## Fetch and convert the default model (once)
+model: $(SERVES) ## Fetch and convert the default model (once)
 	@$(BIN)/octavo pull $(MODEL) >/dev/null
 
-serve: $(STAMP) ## Serve MODEL (default: SmolLM2-135M-Instruct) on http://127.0.0.1:8000
+serve: $(SERVES) ## Serve MODEL (default: SmolLM2-135M-Instruct) on http://127.0.0.1:8000
 	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
 
 lint: $(STAMP) ## Style, types and the import rules between rooms
@@ -49,10 +56,10 @@ format: $(STAMP) ## Rewrite the code in the house style
 test: lint model ## Lint, then every test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-slow: model ## The tests that take minutes each: every case where 'make test' has a sample
+test-slow: $(STAMP) model ## The tests that take minutes each: every case where 'make test' has a sample
 	$(BIN)/python -m pytest -m slow -s $(PYTEST_ARGS)
 
-bench: model ## Serve the model and measure it at concurrency 1, 8 and 32; figures go to bench/results/
+bench: $(SERVES) model ## Serve the model and measure it at concurrency 1, 8 and 32; figures go to bench/results/
 	$(BIN)/python bench/serving.py $(MODEL)
 
 bench-scheduler: $(STAMP) ## What the scheduler's core costs per step, beside what it is to cost

@@ -2,13 +2,14 @@
 
 A real `octavo serve`. First one client at a time (the unloaded time to first token), then several at once, each with a request at
 any time, to find out how many requests a second are served, then an open loop: requests arrive at ``--factor`` times that rate,
-whether or not those before have been answered. The first ``--settle`` seconds of it are not counted: a burst is let in until
-requests would wait for ``--max-queue-wait`` (30 s), and has to be worked off: give a shorter one, or settle for longer. Printed are the times to first token of those that
-were admitted afterwards beside the unloaded ones, what was served of what came, and what refusing cost the gateway.
+whether or not those before have been answered; with ``--ramp`` their rate grows from nothing to that in so many seconds. Printed
+are the times to first token of those that were admitted beside the unloaded ones: of all, and of those that came after the first
+``--settle`` seconds, since in the beginning overload cannot be told from a burst, which is let in and worked off. Then what was
+served of what came, and how long refusing took.
 
 What follows ``--`` goes to `octavo serve`.
 
-Run: python bench/overload.py [MODEL] [--factor 10] [--seconds 30] [-- --max-queue-wait 10]
+Run: python bench/overload.py [MODEL] [--factor 10] [--seconds 120] [--settle 30] [--ramp 0] [-- --max-queue-wait 10]
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,11 +36,12 @@ MAX_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request: its status, seconds to the first token and to the end (from when it was due)."""
+    """What became of one request: its status, seconds to the first token and to the end, and when it came (seconds into the load)."""
 
     status: int
     first_s: float
     whole_s: float
+    came_s: float = 0.0
 
 
 async def ask(host: str, port: int, number: int) -> Outcome:
@@ -84,17 +87,25 @@ async def closed_loop(host: str, port: int, clients: int, seconds: float) -> flo
     return served / (time.perf_counter() - start_s)
 
 
-async def open_loop(host: str, port: int, rate: float, seconds: float, start: int) -> list[Outcome]:
-    """Requests that arrive at ``rate`` a second, at random."""
-    rng = random.Random(start)
+async def open_loop(host: str, port: int, rate: float, seconds: float, ramp_s: float) -> list[Outcome]:
+    """Requests that arrive at random, ``rate`` a second once ``ramp_s`` are over; all are waited for."""
+    rng = random.Random(1)
+    start_s = time.perf_counter()
+
+    async def one(number: int, came_s: float) -> Outcome:
+        return replace(await ask(host, port, number), came_s=came_s)
+
     tasks: list[asyncio.Task[Outcome]] = []
-    due_s = time.perf_counter()
-    for number in range(int(rate * seconds)):
-        due_s += rng.expovariate(rate)
-        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(ask(host, port, start + number)))
-    # Those that were let in before it began are not waited for: what is counted is what a lasting load gets.
-    return await asyncio.gather(*tasks)
+    # Arrivals of a rate of 1, stretched: ``due`` have been due after sqrt(2 due ramp_s / rate) seconds of a ramp.
+    due = rng.expovariate(1.0)
+    while True:
+        in_ramp = rate * ramp_s / 2
+        came_s = math.sqrt(2 * due * ramp_s / rate) if due < in_ramp else ramp_s + (due - in_ramp) / rate
+        if came_s >= seconds:
+            return await asyncio.gather(*tasks)
+        await asyncio.sleep(max(0.0, start_s + came_s - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(10_000 + len(tasks), came_s)))
+        due += rng.expovariate(1.0)
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> None:
@@ -105,27 +116,30 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
         await ask(host, port, 500 + number)
     unloaded = [(await ask(host, port, number)).first_s for number in range(arguments.unloaded)]
     print(f"unloaded             {spread(unloaded)} to the first token, one at a time", flush=True)
-    rate = await closed_loop(host, port, arguments.concurrency, arguments.seconds / 2)
+    rate = await closed_loop(host, port, arguments.concurrency, arguments.calibrate)
     print(f"served               {rate:.2f} requests/s with {arguments.concurrency} clients", flush=True)
     offered = rate * arguments.factor
-    settling = asyncio.create_task(open_loop(host, port, offered, arguments.settle, 10_000))
-    await asyncio.sleep(arguments.settle)
-    outcomes = await open_loop(host, port, offered, arguments.seconds, 1_000_000)
-    burst = await settling
-    admitted = [one.first_s for one in outcomes if one.status == 200]
+    whole_s = arguments.settle + arguments.seconds
+    outcomes = await open_loop(host, port, offered, whole_s, arguments.ramp)
+    grows = f", reached after {arguments.ramp:.0f} s" if arguments.ramp else ""
+    print(f"offered              {offered:.1f} requests/s for {whole_s:.0f} s{grows}")
     refused = [one.whole_s for one in outcomes if one.status == 429]
-    before = [one.first_s for one in burst if one.status == 200]
-    print(f"offered              {offered:.1f} requests/s for {arguments.seconds:.0f} s")
-    others = len(outcomes) - len(admitted) - len(refused)
-    print(f"admitted             {len(admitted)}, refused with 429 {len(refused)}, other {others}")
-    print(f"overloaded           {spread(admitted)} to the first token")
-    print(f"ratio of p99         {p99(admitted) / p99(unloaded):.2f}")
-    print(f"ratio of p50         {statistics.median(admitted) / statistics.median(unloaded):.2f}")
-    print(
-        f"goodput              {len(admitted) / arguments.seconds / rate:.2f} of what {arguments.concurrency} clients get"
-    )
     print(f"refusals             {spread(refused)} until the 429")
-    print(f"while it settled     {len(before)} admitted, {spread(before)} to the first token")
+    for name, since_s in (("from the first second", 0.0), (f"after {arguments.settle:.0f} s", arguments.settle)):
+        came = [one for one in outcomes if one.came_s >= since_s]
+        first = [one.first_s for one in came if one.status == 200]
+        late = sum(one > 2 * p99(unloaded) for one in first)
+        others = sum(one.status not in (200, 429) for one in came)
+        print(f"{name}:")
+        print(f"  came               {len(came)}, admitted {len(first)}, other than 200 and 429 {others}")
+        print(
+            f"  admitted           {spread(first)}, at most {max(first, default=0.0) * 1000:.0f} ms to the first token"
+        )
+        print(f"  over twice         {late} took more than twice the unloaded p99")
+        print(f"  ratio of p99       {p99(first) / p99(unloaded):.2f}")
+        print(f"  ratio of p50       {statistics.median(first) / statistics.median(unloaded):.2f}")
+        served = len(first) / (whole_s - since_s) / rate
+        print(f"  goodput            {served:.2f} of what {arguments.concurrency} clients get", flush=True)
 
 
 def spread(values: list[float]) -> str:
@@ -140,8 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--factor", type=float, default=10.0)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--settle", type=float, default=25.0)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--settle", type=float, default=30.0)
+    parser.add_argument("--ramp", type=float, default=0.0)
+    parser.add_argument("--calibrate", type=float, default=20.0)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--unloaded", type=int, default=100)
     arguments, flags = parser.parse_known_args()

@@ -79,6 +79,21 @@ class LogServer:
             process.wait(30)
         self._socket.unlink(missing_ok=True)
 
+    @property
+    def append_only_file(self) -> Path:
+        """Where it writes what it is told, from when it has made the file on."""
+        (path,) = self.folder.glob("appendonlydir/*.incr.aof")
+        return path
+
+    def forget(self, size: int) -> bytes:
+        """What a loss of power does, once it is stopped: only the first ``size`` bytes were on the disk; returns the others."""
+        assert self._process is None
+        with self.append_only_file.open("r+b") as file:
+            file.seek(size)
+            lost = file.read()
+            file.truncate(size)
+        return lost
+
 
 @contextlib.contextmanager
 def log_server(folder: Path, *flags: str, binary: Path | None = None) -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 from redis.maint_notifications import MaintNotificationsConfig
 
 # Of one process. Hundreds of requests may begin or end in the same moment; this many are on their way at once.
@@ -24,13 +26,52 @@ def connect(url: str) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(pool)
 
 
-class _FailsAsConnection:
-    """Mixed into a connection class: a transport that has been closed meanwhile is a lost connection like any other.
+class OtherLifeError(RedisConnectionError):
+    """Redis has been restarted, and may have forgotten what it was told last."""
 
-    uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
+
+def stay_in(client: redis.asyncio.Redis, run_id: str) -> None:
+    """From now on a client of ``connect`` speaks to this life of Redis (its run id) only; "" = to any.
+
+    A restart breaks every connection, so it is enough to ask when one is made. In another life every operation raises
+    OtherLifeError: nothing that was decided before the restart is said after it unawares.
     """
+    assert isinstance(client.connection_pool, _PatientPool)
+    client.connection_pool.life.run_id = run_id
+
+
+@dataclass(slots=True)
+class _Life:
+    """Of the Redis that a pool's connections may be made to; "" = any."""
+
+    run_id: str = ""
+
+
+class _Checked:
+    """Mixed into a connection class."""
+
+    def __init__(self, *, life: _Life, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._life = life
+
+    async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
+        known = self.is_connected  # type: ignore[attr-defined]
+        await super().connect_check_health(*args, **kwargs)  # type: ignore[misc]
+        if known or not self._life.run_id:
+            return
+        try:
+            await self.send_packed_command(self.pack_command("INFO", "server"), check_health=False)  # type: ignore[attr-defined]
+            if self._life.run_id.encode() not in await self.read_response():  # type: ignore[attr-defined]
+                raise OtherLifeError("Redis has been restarted")
+        except RedisError:
+            await self.disconnect()  # type: ignore[attr-defined]
+            raise
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """A transport that has been closed meanwhile is a lost connection like any other.
+
+        uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
+        """
         try:
             await super().send_packed_command(command, check_health)  # type: ignore[misc]
         except RuntimeError as error:
@@ -41,8 +82,9 @@ class _PatientPool(redis.asyncio.BlockingConnectionPool):
     """Connections for whoever comes first. When all are busy one waits; the plain pool raises as if Redis were away."""
 
     def __init__(self, *, connection_class: type[AbstractConnection] = redis.asyncio.Connection, **kwargs: Any) -> None:
-        kind = type(connection_class.__name__, (_FailsAsConnection, connection_class), {})
-        super().__init__(connection_class=kind, **kwargs)
+        kind = type(connection_class.__name__, (_Checked, connection_class), {})
+        self.life = _Life()
+        super().__init__(connection_class=kind, life=self.life, **kwargs)
 
     async def release(self, connection: AbstractConnection) -> None:
         # A release that is cancelled half-way would never give the connection back.

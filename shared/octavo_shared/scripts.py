@@ -41,15 +41,12 @@ redis.call('HSET', KEYS[2], 'entry', redis.call('XADD', KEYS[1], '*', 'e', ARGV[
 return 1
 """
 
-# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now, or Redis has been restarted since
-# and may have forgotten the end that was logged. KEYS: the model stream, the lease,
+# Acknowledge and delete an entry, unless somebody else holds the scheduler's lease by now. KEYS: the model stream, the lease,
 # the requests of the answer, perhaps their idempotency key. ARGV: the consumer group, the entry, who is to hold the lease
-# and in which life of Redis ('' = no matter), how many requests, which of them it is, how long the answer is kept (ms), its first id. The life times
+# ('' = no matter), how many requests, which of them it is, how long the answer is kept (ms), its first id. The life times
 # begin with the last of them.
 FINISH = """
-local holder, life = string.match(ARGV[3], '^(%S+) ?(%S*)')
-if holder and redis.call('GET', KEYS[2]) ~= holder then return 0 end
-if life and life ~= '' and not string.find(redis.call('INFO', 'server'), life, 1, true) then return 0 end
+if ARGV[3] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[3] then return 0 end
 local entry = redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2])[1]
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])

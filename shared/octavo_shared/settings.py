@@ -270,7 +270,8 @@ class SchedulerSettings(GrpcSettings):
     max_queue_wait: float = setting(
         30.0,
         "scheduler",
-        "Requests get 429 when their turn would come later than in so many seconds; 0 = no bound, the queue may be deep.",
+        "Requests get 429 when their turn would come later than in so many seconds, or than in a third of that if the queue goes "
+        "on growing after a burst; 0 = no bound, the queue may be deep.",
         ge=0,
         le=86400,
         allow_inf_nan=False,

@@ -23,7 +23,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from octavo_shared import scripts
-from octavo_shared.connections import connect
+from octavo_shared.connections import connect, stay_in
 from octavo_shared.entries import (
     MalformedEntryError,
     decode_abort,
@@ -102,6 +102,10 @@ class Streams:
         """Which life of the Redis server this is. Another one may have lost what the append-only file had not got yet."""
         info: Any = await self.client.info("server")
         return str(info["run_id"])
+
+    def stay_in(self, run_id: str) -> None:
+        """From now on everything raises OtherLifeError in another life of Redis than this one; "" = in none."""
+        stay_in(self.client, run_id)
 
     async def admit(self, *records: RequestRecord) -> RequestId:
         """Append the requests of one answer, all of them at once; one whose id is taken is left as it is.
@@ -202,18 +206,15 @@ class Streams:
             if cursor in (b"0-0", "0-0"):
                 return entries
 
-    async def finish_request(
-        self, entry_id: bytes, record: RequestRecord | None, holder: str = "", life: str = ""
-    ) -> bool:
+    async def finish_request(self, entry_id: bytes, record: RequestRecord | None, holder: str = "") -> bool:
         """Acknowledge and delete an entry whose every choice has its end in the log.
 
-        With ``holder`` only while that one holds the scheduler's lease, in this ``life`` of Redis (a run id) if one is given;
-        False when not. Who has been replaced unawares may have logged an end that counts for nothing, and a Redis that was
-        restarted may have forgotten it. Once every request of an answer is acknowledged, they and the
-        idempotency key that names them are kept for as long as their records say.
+        With ``holder`` only while that one holds the scheduler's lease; False when not: who has been replaced unawares may
+        have logged an end that counts for nothing. Once every request of an answer is acknowledged, they and the idempotency
+        key that names them are kept for as long as their records say.
         """
         keys = [self.keys.requests, self.keys.lease]
-        args: list[str | bytes | int] = [GROUP, entry_id, f"{holder} {life}" if holder else ""]
+        args: list[str | bytes | int] = [GROUP, entry_id, holder]
         if record is not None:
             siblings = record.siblings
             keys += [*map(self.keys.request, siblings), *self._idempotency(record)]

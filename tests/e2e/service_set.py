@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from e2e_stack import READY_TIMEOUT_S
+from log_server import LogServer
 
 Process = subprocess.Popen[bytes]
 
@@ -63,6 +66,13 @@ class Services:
         where = ("--scheduler-address", ",".join(self.addresses), "--executor-name", name)
         return self.start("executor", *where, *small, *flags, command=command)
 
+    def one_of_each(self, *scheduler_flags: str) -> None:
+        """A gateway, a scheduler and the executor ``one``; returns once they serve."""
+        self.gateway()
+        self.scheduler(0, *scheduler_flags)
+        self.executor("one")
+        wait_until(self.ready, READY_TIMEOUT_S)
+
     def ready(self, url: str = "") -> bool:
         try:
             return httpx.get(f"{url or self.url}/health/ready").status_code == 200
@@ -84,6 +94,21 @@ class Services:
                 process.kill()
         for process in self.processes:
             process.wait(10)
+
+
+@contextmanager
+def outliving(redis: LogServer, model: Path, folder: Path, port: int) -> Iterator[Services]:
+    """One service of each kind on a Redis that is taken away meanwhile; none of them dies of that."""
+    services = Services(model, redis.url, folder, port)
+    try:
+        services.one_of_each("--scheduler-lease-s", "3")
+        yield services
+        wait_until(services.ready)
+        assert services.said("scheduler", "Redis was restarted") >= 1
+        assert all(process.poll() is None for process in services.processes), "nobody had to be started again"
+    finally:
+        services.close()
+        redis.stop(kill=True)
 
 
 @dataclass

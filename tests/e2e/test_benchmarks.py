@@ -74,21 +74,17 @@ def test_overload(small_model: Any) -> None:
         *(
             "overload.py",
             str(small_model.folder),
-            "--unloaded",
-            "3",
-            "--seconds",
-            "2",
-            "--settle",
-            "1",
-            "--factor",
-            "2",
+            *("--unloaded", "3", "--calibrate", "1", "--settle", "1", "--seconds", "2", "--ramp", "1", "--factor", "2"),
         ),
         *("--", "--num-threads", "1", "--max-model-len", "1024", "--num-gpu-blocks-override", "512"),
     )
-    for name in ("unloaded", "overloaded", "refusals", "while it settled"):
+    for name in ("unloaded", "refusals"):
         assert re.search(rf"^{name} +(.*p50 \d+ ms, p99 \d+ ms|none)", printed, re.MULTILINE)
-    assert re.search(r"^admitted +[1-9]\d*, refused with 429 \d+, other 0$", printed, re.MULTILINE)
-    assert re.search(r"^goodput +[\d.]+ of what 8 clients get$", printed, re.MULTILINE)
+    whole, later = printed.split("from the first second:")[1].split("after 1 s:")
+    for part in (whole, later):
+        assert re.search(r"^  came +[1-9]\d*, admitted [1-9]\d*, other than 200 and 429 0$", part, re.MULTILINE)
+        assert re.search(r"^  admitted +p50 \d+ ms, p99 \d+ ms, at most \d+ ms", part, re.MULTILINE)
+        assert re.search(r"^  goodput +[\d.]+ of what 8 clients get$", part, re.MULTILINE)
 
 
 def test_idle_streams() -> None:

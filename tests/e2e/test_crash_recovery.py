@@ -18,10 +18,7 @@ def services(
 ) -> Iterator[Services]:
     services = Services(small_model.folder, module_redis, tmp_path_factory.mktemp("services"), module_port)
     try:
-        services.gateway()
-        services.scheduler(0, "--executor-lease-s", "2")
-        services.executor("one")
-        wait_until(services.ready, READY_TIMEOUT_S)
+        services.one_of_each("--executor-lease-s", "2")
         yield services
     finally:
         services.close()

@@ -6,21 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from crowd import Crowd, Reference
-from e2e_stack import READY_TIMEOUT_S
 from log_server import LogServer, debians_redis
-from service_set import Services, wait_until
+from service_set import outliving, wait_until
 
 
 def test_redis_is_killed_and_comes_back(small_model: Any, tmp_path: Path, free_port: int) -> None:
     """First for longer than it takes to notice, when all was on disk; then for longer than the lease, when it may not be."""
     (data := tmp_path / "redis").mkdir()
     redis = LogServer(data, "--appendonly", "yes", "--appendfsync", "always", binary=debians_redis()).start()
-    services = Services(small_model.folder, redis.url, tmp_path, free_port)
-    try:
-        services.gateway()
-        services.scheduler(0, "--scheduler-lease-s", "3")
-        services.executor("one")
-        wait_until(services.ready, READY_TIMEOUT_S)
+    with outliving(redis, small_model.folder, tmp_path, free_port) as services:
         reference = Reference(services)
         # Away until that is noticed, then for longer than the lease.
         for service, notices in (
@@ -37,8 +31,3 @@ def test_redis_is_killed_and_comes_back(small_model: Any, tmp_path: Path, free_p
             redis.start()
             crowd.expect_undisturbed()
             wait_until(services.ready)
-        assert services.said("scheduler", "Redis was restarted") >= 1
-        assert all(process.poll() is None for process in services.processes), "nobody had to be started again"
-    finally:
-        services.close()
-        redis.stop(kill=True)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from octavo_gateway import pressure as pressure_module
 from octavo_gateway.errors import ApiError
-from octavo_gateway.pressure import CALM_S, MOST_SPREAD_S, Pressure
+from octavo_gateway.pressure import BURST_S, CALM_S, LASTING, MOST_SPREAD_S, Pressure
 from octavo_shared.records import ModelLimits, SamplingParams
 
 # A prompt of 100 tokens takes 0.1 + 0.01 s by itself, so its first token may take 0.22 s under overload.
@@ -99,6 +99,60 @@ def test_a_burst_is_let_in_until_it_would_wait_too_long(clock: Clock) -> None:
             door.pressure.began(ticket, 100)
             door.pressure.give_back(ticket)
         assert (door.pressure._own_ahead, door.pressure._own_tokens, door.pressure._taken) == (0, 0, {})
+
+    play(scene)
+
+
+@pytest.mark.parametrize("gap_s", [0.0101, 0.05, 0.09])
+def test_a_line_that_grows_on_after_the_burst_is_overload(clock: Clock, gap_s: float) -> None:
+    async def scene(door: Door) -> None:
+        # Each takes 0.1 s, and one comes every ``gap_s``: a burst of a second, and more.
+        came, begun, tickets = 0, 0, []
+        while ticket := await door.ask():
+            tickets.append(ticket)
+            came += 1
+            clock.now_s += gap_s
+            if begun < int((clock.now_s - 1000.0) / 0.1):
+                door.pressure.began(tickets[begun], 100)
+                begun += 1
+        passed_s = clock.now_s - 1000.0
+        wait_s = (came - begun) * 0.1
+        assert passed_s >= BURST_S
+        assert wait_s == pytest.approx(max(LASTING * 10.0, 0.1 * BURST_S / gap_s - BURST_S), abs=0.35)
+        *line, last = tickets[begun:]
+        for ticket in line:
+            assert not await door.ask(), "now only who comes soon"
+            door.pressure.began(ticket, 100)
+        door.pressure.began(last, 100)
+        assert await door.ask()
+
+    play(scene)
+
+
+def test_clients_of_a_burst_that_come_again_are_let_in_again(clock: Clock) -> None:
+    async def scene(door: Door) -> None:
+        waiting = [await door.ask() for _ in range(80)]
+        assert all(waiting), "eight seconds of work at once"
+        for _ in range(500):
+            clock.now_s += 0.1
+            door.pressure.began(waiting.pop(0), 100)
+            again = await door.ask()
+            assert again, "the line does not grow"
+            waiting.append(again)
+        assert await door.ask()
+        assert not await door.ask(), "now it has"
+
+    play(scene)
+
+
+def test_a_line_is_forgotten_once_it_is_worked_off(clock: Clock) -> None:
+    async def scene(door: Door) -> None:
+        for _ in range(3):
+            waiting = [await door.ask() for _ in range(90)]
+            assert all(waiting), "every burst may be as large"
+            for ticket in waiting:
+                clock.now_s += 0.1
+                door.pressure.began(ticket, 100)
 
     play(scene)
 

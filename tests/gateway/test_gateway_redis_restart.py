@@ -14,6 +14,7 @@ import pytest
 from gateway_stage import TERM, Engine, Reply, Stage, eventually, open_stage, read_events, second_gateway
 from log_server import LogServer
 from test_gateway_beams import Search
+from test_gateway_log import log_length
 from test_gateway_resume import TEXT, told
 
 from octavo_gateway.tokenizer import ModelTokenizer
@@ -187,6 +188,44 @@ def test_a_beam_search_that_is_lost_goes_on_where_it_was(tmp_path: Path) -> None
             )
             streamed.join(20)
             assert not streamed.is_alive()
+    finally:
+        redis.stop()
+
+
+@pytest.mark.parametrize("all_is_lost", [False, True])
+def test_an_abort_that_is_lost_is_said_again(tmp_path: Path, tokenizer: ModelTokenizer, all_is_lost: bool) -> None:
+    """It had been acted on, and nothing was left of it anywhere; then Redis forgets that. Or the request as well."""
+    redis = server(tmp_path, "yes")
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage:
+            reader = stage.server.gateway.reader
+            stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+            eventually(lambda: stage.client.get("/health/ready").status_code == 200, "it is ready")
+            before = redis.append_only_file.stat().st_size
+            stage.engine.acknowledging = not all_is_lost
+            with stage.client.stream("POST", "/v1/completions", json=BODY) as answer:
+                # Kept: the connection is closed with the iterator.
+                parts = answer.iter_text()
+                next(parts)
+                eventually(lambda: len(reader._fold.get(1, 0).tokens) == 7, "it has got so far")
+                begun = redis.append_only_file.stat().st_size
+            eventually(lambda: stage.engine.aborts, "it is given up")
+            eventually(lambda: all_is_lost or not reader._parted, "it is over, and forgotten")
+            redis.stop(kill=True)
+            assert b":aborts" in redis.forget(before if all_is_lost else begun)
+            redis.start()
+            with Engine(redis.url, "m", takes_over=True) as engine:
+                # Who takes over goes on with it.
+                engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+                eventually(lambda: engine.aborts, "the abort is said again")
+                assert (engine.aborts[0].request_id.serial, engine.aborts[0].reason) == (1, "disconnect")
+                eventually(lambda: not engine.live, "the request is over once more")
+                assert [record.readmitted for record in engine.records] == [all_is_lost]
+                eventually(lambda: log_length(stage) == 0, "nothing is left of it")
+                assert stage.post("/v1/completions", prompt="y", max_tokens=3).status_code == 200
+            stage.check()
     finally:
         redis.stop()
 

@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
 import uvloop
-from log_server import debians_redis, log_server
+from log_server import LogServer, debians_redis, log_server
 
+from octavo_shared.connections import OtherLifeError
 from octavo_shared.entries import decode_request, encode_fences, encode_snapshot, encode_tokens
 from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt, RequestId
@@ -296,6 +298,39 @@ def test_another_server_has_another_run_id(run: Run) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("protocol", ["2", "3"])
+def test_who_stays_in_one_life_of_redis_says_nothing_in_another(tmp_path: Path, protocol: str) -> None:
+    server = LogServer(tmp_path).start()
+
+    async def main() -> None:
+        async for s in _connected(f"{server.url}?protocol={protocol}"):
+            s.stay_in(await s.run_id())
+            # On a connection of its own, beside one that waits.
+            waiting = asyncio.create_task(s.read_log("g", "0", block_ms=60_000))
+            await asyncio.sleep(0.05)
+            await s.append_log("g", entry(1, 0, 5))
+            assert len((await waiting).events) == 1
+            server.stop(kill=True)
+            with pytest.raises(redis.exceptions.ConnectionError) as away:
+                await s.append_log("g", entry(1, 1, 6))
+            assert not isinstance(away.value, OtherLifeError)
+            server.start()
+            for _ in range(2):
+                with pytest.raises(OtherLifeError):
+                    await s.append_log("g", entry(1, 1, 6))
+            with pytest.raises(OtherLifeError):
+                await s.run_id()
+            s.stay_in("")
+            assert (await s.read_log("g", "0")).events == []
+            s.stay_in(await s.run_id())
+            await s.append_log("g", entry(1, 1, 6))
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop(kill=True)
+
+
 def test_only_the_lease_holder_finishes_requests(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         await s.admit(record(1))
@@ -304,8 +339,7 @@ def test_only_the_lease_holder_finishes_requests(run: Run) -> None:
         await s.take_lease(s.keys.lease, "new", 60)
         assert not await s.finish_request(entry_id, record(1), "old")
         assert await s.unfinished([RequestId("g", 1)]) == [True]
-        assert not await s.finish_request(entry_id, record(1), "new", "another-life")
-        assert await s.finish_request(entry_id, record(1), "new", await s.run_id())
+        assert await s.finish_request(entry_id, record(1), "new")
         assert await s.unfinished([RequestId("g", 1)]) == [False]
         assert await s.claim_pending("new") == []
 

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,17 +146,33 @@ class Admission:
             ApiError: 429 when they would wait for too long or the key has spent its rates, 503 when Redis does not take them.
         """
         draft = order.draft
-        charge = await self._rates.charge(
-            order.caller, work_of(prompts, samplings, draft.n, self._limits.require()) if order.caller.is_rated else 0
-        )
-        try:
+        with ExitStack() as undo:
+            work = work_of(prompts, samplings, draft.n, self._limits.require()) if order.caller.is_rated else 0
+            charge = await self._rates.charge(order.caller, work)
+            undo.callback(self._rates.settle, charge, 0, withdrawn=True)
             ticket = await self._pressure.take_on(prompts, samplings, draft.n, order.prompt_chars)
-        except BaseException:
-            self._rates.settle(charge, 0, withdrawn=True)
-            raise
-        watcher = self._reader.watch(len(prompts), draft.n)
+            undo.callback(self._pressure.give_back, ticket)
+            watcher = self._reader.watch(len(prompts), draft.n)
+            undo.callback(self._reader.unfollow, watcher)
+            records = self._records(watcher.ids, prompts, samplings, order)
+            holder = await self._append(records)
+            if holder != records[0].id:
+                # The key has just been taken by somebody who was faster.
+                raise AlreadyAdmittedError(holder)
+            undo.pop_all()
+        self._reader.admitted(watcher, records)
+        return Submission(records, watcher, ticket, charge)
+
+    def _records(
+        self,
+        ids: Sequence[RequestId],
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingParams],
+        order: Order,
+    ) -> tuple[RequestRecord, ...]:
+        draft = order.draft
         arrival_us = time.time_ns() // 1000
-        records = tuple(
+        return tuple(
             RequestRecord(
                 id=request_id,
                 arrival_us=arrival_us,
@@ -178,36 +195,25 @@ class Admission:
                 place=place,
                 places=len(prompts),
             )
-            for place, (request_id, prompt, sampling) in enumerate(zip(watcher.ids, prompts, samplings, strict=True))
+            for place, (request_id, prompt, sampling) in enumerate(zip(ids, prompts, samplings, strict=True))
         )
+
+    async def _append(self, records: Sequence[RequestRecord]) -> RequestId:
+        """As ``Streams.admit``. What may have been appended, though that is not known, is aborted."""
         try:
             async with asyncio.timeout(ADMIT_TIMEOUT_S):
-                holder = await self._streams.admit(*records)
+                return await self._streams.admit(*records)
         except (RedisError, OSError, TimeoutError) as error:
-            # Whether the append happened is not known: the abort undoes it if it did.
-            self._withdraw(watcher, "not_admitted")
-            self._pressure.give_back(ticket)
-            self._rates.settle(charge, 0, withdrawn=True)
+            self._withdraw(records, "not_admitted")
             logger.warning("a request could not be appended: %r", error)
             raise unavailable("The request could not be queued: Redis cannot be reached.") from error
         except BaseException:
-            self._withdraw(watcher, "disconnect")
-            self._pressure.give_back(ticket)
-            self._rates.settle(charge, 0, withdrawn=True)
+            self._withdraw(records, "disconnect")
             raise
-        if holder != records[0].id:
-            # The key has just been taken by somebody who was faster.
-            self._reader.unfollow(watcher)
-            self._pressure.give_back(ticket)
-            self._rates.settle(charge, 0, withdrawn=True)
-            raise AlreadyAdmittedError(holder)
-        self._reader.admitted(watcher, records)
-        return Submission(records, watcher, ticket, charge)
 
-    def _withdraw(self, watcher: Watcher, reason: str) -> None:
-        self._reader.unfollow(watcher)
-        for request_id in watcher.ids:
-            self._aborts.append(AbortRecord(request_id, reason=reason))
+    def _withdraw(self, records: Sequence[RequestRecord], reason: str) -> None:
+        for record in records:
+            self._aborts.append(AbortRecord(record.id, reason=reason))
 
     def _mint_seed(self) -> int:
         if self._seed is None:

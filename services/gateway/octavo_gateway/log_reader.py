@@ -97,6 +97,15 @@ class LogReader(LogFollower):
                 continue
             await asyncio.sleep(self._lease_s / 3)
 
+    async def _recover(self) -> None:
+        # Whose request it is comes before who gives it up.
+        for records in self._aborts.waiting:
+            if generation := records[0].owner_generation:
+                ids = [record.request_id for record in records]
+                await self._streams.adopt(ids, generation, self.incarnation)
+        await super()._recover()
+        self._aborts.say_again()
+
     def _owed(self) -> list[RequestRecord]:
         return list(self._records.values())
 
@@ -114,6 +123,7 @@ class LogReader(LogFollower):
     # --- trimming ---
 
     async def _tidy(self, *, quiet: bool) -> None:
+        self._aborts.forget_old()
         # A snapshot of much is made only after as much has come: what is written is at most a few times what is logged.
         busy = self._pages_since_trim >= TRIM_PAGES and self._new_tokens >= self._kept_tokens
         if busy or (quiet and (self._pages_since_trim or self._parted)):

@@ -1,10 +1,11 @@
 """How much work is queued and how long a newcomer would wait, and whether it may come all the same (429 otherwise).
 
-Two bounds. ``max_queued_tokens`` bounds all work that is owed. The other is on time: as long as a request's turn comes within
-``max_queue_wait_s`` everybody is let in, however many come at once. Once that is exceeded there are lastingly more than can be
-served, and queueing them would only make everybody wait: from then on, until load falls, who is let in can expect its first
-token within ``max_ttft_ratio`` times what it takes when nothing else runs. (Two bounds, of which the lower one holds while a queue
-stands: Maurer, "Fail at Scale", ACM Queue 13(8), 2015, after CoDel.)
+Two bounds. ``max_queued_tokens`` bounds all work that is owed. The other is on time. Many that come at once are a burst: they are
+let in as long as a request's turn comes within ``max_queue_wait_s``, and worked off. A line that goes on growing afterwards is
+none: from LASTING of that wait on (or from what the burst had made of it) there are lastingly more than can be served, and
+queueing them would only make everybody wait. Then, until load falls, who is let in can expect its first token within
+``max_ttft_ratio`` times what it takes when nothing else runs. (Two bounds, of which the lower one holds while a queue stands:
+Maurer, "Fail at Scale", ACM Queue 13(8), 2015, after CoDel.) Nobody who was let in is sent away later.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ HEARSAY_S = 0.05
 # let in, half are refused when as many come as can be served (Erlang's loss formula for one server).
 CALM_S = 10.0
 LEAST_REFUSED = 0.5
+# What comes within this time of when newcomers began to wait is a burst.
+BURST_S = 1.0
+# The share of ``max_queue_wait_s`` that a line may make one wait which goes on growing after the burst.
+LASTING = 1.0 / 3.0
 # Prompts after which an observation has lost all but 1/e of its weight.
 MEMORY = 50.0
 
@@ -73,6 +78,8 @@ class Pressure:
         self._taken: dict[int, _Taken] = {}
         # Prompt tokens of those that wait for their first output.
         self._own_ahead = 0
+        # Since when newcomers have had to wait, on the monotonic clock (0 = they have not), and how long after the burst at most.
+        self._line_s = self._burst_wait_s = 0.0
         # Since when there is overload, on the monotonic clock; 0 = there is none.
         self._overloaded_s = 0.0
         # Requests that came since about CALM_S, and how many of them were refused, as of ``_counted_s``.
@@ -110,12 +117,14 @@ class Pressure:
         if chars:
             fade = 1.0 - 1.0 / MEMORY
             self._seen_chars, self._seen_tokens = self._seen_chars * fade + chars, self._seen_tokens * fade + tokens
+        soon = self._comes_soon(limits, tokens, self._wait_s(limits))
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         alone = not self._taken and not self._ahead(limits) and not self._overloaded_s
         self._taken[ticket] = _Taken(time.monotonic(), tokens, self._alone_s(limits, tokens) if alone else 0.0)
         self._own_ahead += tokens
         self._admitted[ticket] = (time.time(), work)
         self._own_tokens += work
+        self._note_line(self._wait_s(limits), soon)
         return ticket
 
     def began(self, ticket: int, prompt_tokens: int) -> None:
@@ -155,7 +164,7 @@ class Pressure:
         if error is not None:
             self._refusals.inc()
             limits = self._limits.require()
-            if not self._overloaded_s and (wait_s := self._wait_s(limits)) > limits.max_queue_wait_s > 0:
+            if not self._overloaded_s and (wait_s := self._wait_s(limits)) > self._longest_wait_s(limits) > 0:
                 logger.warning("overload: a request would have to wait for %.1f s", wait_s)
                 self._overloaded_s = time.monotonic()
                 # How many came before says nothing of how many may come from now on.
@@ -176,11 +185,10 @@ class Pressure:
         if not limits.max_queue_wait_s or not limits.step_s:
             return None
         wait_s = self._wait_s(limits)
-        if wait_s <= limits.max_queue_wait_s and (
-            not self._is_overloaded() or self._comes_soon(limits, tokens, wait_s)
-        ):
+        longest_s = self._longest_wait_s(limits)
+        if wait_s <= longest_s and (not self._is_overloaded() or self._comes_soon(limits, tokens, wait_s)):
             return None
-        retry_s = self._spread_s(wait_s - limits.max_queue_wait_s if wait_s > limits.max_queue_wait_s else wait_s)
+        retry_s = self._spread_s(wait_s - longest_s if wait_s > longest_s else wait_s)
         return overloaded(
             f"The server is overloaded: a request has to wait for {wait_s:.1f} s. Please retry in {retry_s} s.", retry_s
         )
@@ -188,6 +196,23 @@ class Pressure:
     def _wait_s(self, limits: ModelLimits) -> float:
         """Seconds until a newcomer's turn."""
         return limits.slot_wait_s + self._ahead(limits) * limits.prompt_token_s / max(limits.executors, 1)
+
+    def _note_line(self, wait_s: float, soon: bool) -> None:
+        """One was let in, who comes ``soon`` or has to wait, and the next one will wait for ``wait_s``."""
+        now_s = time.monotonic()
+        if soon:
+            self._line_s = 0.0
+        elif not self._line_s:
+            self._line_s, self._burst_wait_s = now_s, wait_s
+        elif now_s - self._line_s < BURST_S:
+            self._burst_wait_s = max(self._burst_wait_s, wait_s)
+
+    def _longest_wait_s(self, limits: ModelLimits) -> float:
+        """Seconds that a newcomer may have to wait without there being overload."""
+        longest_s = limits.max_queue_wait_s
+        if not self._line_s or time.monotonic() - self._line_s < BURST_S:
+            return longest_s
+        return min(max(self._burst_wait_s, LASTING * longest_s), longest_s)
 
     def _comes_soon(self, limits: ModelLimits, tokens: int, wait_s: float) -> bool:
         """Whether the first output of ``tokens`` prompt tokens can be expected soon enough under overload."""

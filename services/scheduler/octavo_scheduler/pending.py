@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 class PendingEntries:
     """What has been read from the model stream and is still to be acknowledged."""
 
-    def __init__(self, service: SchedulerService, holder: str, life: str) -> None:
-        """``holder`` is who holds the lease in this ``life`` of Redis; requests are acknowledged only while that is so."""
+    def __init__(self, service: SchedulerService, holder: str) -> None:
+        """``holder`` is who holds the lease; requests are acknowledged only while that is so."""
         self._service = service
-        self._holder, self._life = holder, life
+        self._holder = holder
         # Requests up to this entry of the model stream may have been begun before, even if nothing says so any more: Redis
         # forgets who has read what more easily than what was logged.
         self.old_until = b"0-0"
@@ -69,7 +69,7 @@ class PendingEntries:
         streams = self._service.streams
 
         async def finish() -> None:
-            while not await streams.finish_request(entry_id, record, self._holder, self._life):
+            while not await streams.finish_request(entry_id, record, self._holder):
                 # Either the lease is taken again soon, or this scheduler is no more.
                 await asyncio.sleep(RETRY_S)
 

@@ -22,6 +22,7 @@ from octavo_scheduler.observe import Observer
 from octavo_scheduler.orphans import OrphanWatch
 from octavo_scheduler.service import SchedulerService
 from octavo_scheduler.watchdog import Watchdog
+from octavo_shared.connections import OtherLifeError
 from octavo_shared.control import ControlChannel
 from octavo_shared.ids import mint_incarnation
 from octavo_shared.settings import SchedulerSettings
@@ -86,6 +87,8 @@ class SchedulerProcess:
             except (RedisError, OSError) as error:
                 logger.warning("the log is out of reach (%s); trying again", error)
                 await asyncio.sleep(RETRY_S)
+            finally:
+                self.streams.stay_in("")
         with contextlib.suppress(RedisError, OSError):
             # What is published stays for a moment: a standby that takes over says the same, and gateways go on admitting.
             await self.streams.let_published_expire("scheduler")
@@ -100,6 +103,7 @@ class SchedulerProcess:
             ReignOverError: the lease could not be kept, or something happened after which all must be read again.
         """
         run_id = await self.streams.run_id()
+        self.streams.stay_in(run_id)
         before, self._run_id = self._run_id or await self._life_of_what_waits(), run_id
         if before not in ("", run_id):
             # The lease may run out meanwhile: it is taken anew.
@@ -107,7 +111,7 @@ class SchedulerProcess:
             return
         term = await self.streams.next_term(at_least)
         observer = Observer(self.tracing, self.metrics)
-        service = SchedulerService(self.settings, self.streams, observer, self.metrics, term, self.incarnation, run_id)
+        service = SchedulerService(self.settings, self.streams, observer, self.metrics, term, self.incarnation)
         self.service = service
         server = None
         try:
@@ -125,7 +129,7 @@ class SchedulerProcess:
                 Watchdog(service, self.settings.executor_lease_s, self.settings.step_timeout_s).run(),
                 self._publish(service),
                 self._keep_lease(term),
-                self._watch_log(run_id),
+                self._watch_log(),
                 self._heed_rank(service),
                 stop.wait(),
             )
@@ -184,13 +188,16 @@ class SchedulerProcess:
                 raise ReignOverError("another scheduler has held the lease meanwhile")
         return False
 
-    async def _watch_log(self, run_id: str) -> None:
+    async def _watch_log(self) -> None:
         """A changed run id is a takeover (rule L9): Redis may have lost what was said last."""
         while True:
             await asyncio.sleep(WATCH_LOG_S)
-            with contextlib.suppress(RedisError, OSError):
-                if await self.streams.run_id() != run_id:
-                    raise ReignOverError("Redis was restarted and may have lost what was said last")
+            try:
+                await self.streams.run_id()
+            except OtherLifeError as error:
+                raise ReignOverError("Redis was restarted and may have lost what was said last") from error
+            except (RedisError, OSError):
+                continue
 
     @staticmethod
     async def _heed_rank(service: SchedulerService) -> None:

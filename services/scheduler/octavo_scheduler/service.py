@@ -62,9 +62,8 @@ class SchedulerService:
         metrics: SchedulerMetrics,
         term: int,
         holder: str = "",
-        life: str = "",
     ) -> None:
-        """``holder`` is who holds the lease in this ``life`` of Redis; requests are acknowledged only while that is so."""
+        """``holder`` is who holds the lease; requests are acknowledged only while that is so."""
         self.settings = settings
         self.streams = streams
         self.observer = observer
@@ -74,7 +73,7 @@ class SchedulerService:
         self.outranked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._welcomed: set[str] = set()
         self.live = LiveRequests()
-        self.pending = PendingEntries(self, holder, life)
+        self.pending = PendingEntries(self, holder)
         self.background = Background()
         self.engines: list[Engine] = []
         # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
