@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from octavo_shared.bounds import MAX_CHOICES, MAX_PROMPTS
 from octavo_shared.codec import (
     NO_LOGPROB,
     check_counts,
@@ -25,8 +26,6 @@ from octavo_shared.ids import NO_ATTEMPT, Attempt, RequestId, read_attempt
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
-    MAX_CHOICES,
-    MAX_PROMPTS,
     AbortRecord,
     EarlyStopping,
     EndReason,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from octavo_shared.bounds import MAX_CHOICES
 from octavo_shared.codec import (
     MalformedEntryError,
     logprobs_from_proto,
@@ -15,7 +16,7 @@ from octavo_shared.codec import (
 from octavo_shared.fold_beams import NO_TOKEN, BeamEnd, BeamEvent, BeamFold, Hypothesis
 from octavo_shared.ids import read_attempt
 from octavo_shared.proto import log_pb2
-from octavo_shared.records import MAX_CHOICES, EndReason, TokenLogprobs
+from octavo_shared.records import EndReason, TokenLogprobs
 
 
 def step_to_proto(event: BeamEvent) -> log_pb2.BeamStep:

@@ -14,10 +14,6 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 SEED_MASK = (1 << 64) - 1
-# Of one request; every choice has state in each service, so a number from a broken sender must not decide how much.
-MAX_CHOICES = 4096
-# Of one answer, for the same reason.
-MAX_PROMPTS = 65536
 
 
 class EndReason(IntEnum):

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from octavo_shared.bounds import MAX_CHOICES, MAX_PROMPTS
 from octavo_shared.errors import SettingError as SettingError
-from octavo_shared.records import MAX_CHOICES, MAX_PROMPTS
 
 DEFAULT_SCHEDULER_ADDRESS = "127.0.0.1:50051"
 

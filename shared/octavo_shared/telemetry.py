@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -34,14 +34,10 @@ class Tracing:
     def __init__(self, service: str, endpoint: str | None, instance: str = "") -> None:
         self.enabled = endpoint is not None
         self._provider: TracerProvider | None = None
+        self.tracer: trace.Tracer = trace.NoOpTracer()
         if endpoint is not None:
-            resource = Resource.create({"service.name": f"octavo-{service}", "service.instance.id": instance})
-            self._provider = TracerProvider(resource=resource)
-            exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
-            self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
-            self.tracer: trace.Tracer = self._provider.get_tracer("octavo")
-        else:
-            self.tracer = trace.NoOpTracer()
+            self._provider = _provider(service, endpoint, instance)
+            self.tracer = self._provider.get_tracer("octavo")
 
     @staticmethod
     def extract(traceparent: str, tracestate: str = "") -> Context:
@@ -59,3 +55,18 @@ class Tracing:
         """Send what is left."""
         if self._provider is not None:
             self._provider.shutdown()
+
+
+def _provider(service: str, endpoint: str, instance: str) -> TracerProvider:
+    # Most run without traces, and a twentieth of a scheduler's start is the exporter's import.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": f"octavo-{service}", "service.instance.id": instance})
+    )
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
+    return provider

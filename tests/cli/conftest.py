@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from octavo.models import resolve_model
+from octavo_kernels.cpu.build import build, octavo_home
 
+# Looked up before any test has an OCTAVO_HOME of its own.
+_DEVELOPERS_KERNELS = octavo_home() / "kernels"
 _LAYERS, _HIDDEN, _FFN, _HEADS, _KV_HEADS = 2, 64, 96, 4, 2
 
 
@@ -29,6 +32,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     monkeypatch.setenv("OCTAVO_HOME", str(folder))
     return folder
+
+
+@pytest.fixture
+def built_kernels(home: Path) -> None:
+    """The CPU kernels lie in this test's `home` already: compiling them takes longer than all else at a start."""
+    home.mkdir()
+    (home / "kernels").symlink_to(_DEVELOPERS_KERNELS)
+    build(_DEVELOPERS_KERNELS)
 
 
 @pytest.fixture
@@ -54,6 +65,14 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny-llama.gguf"
     write_tiny_gguf(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny GGUF, converted once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTAVO_HOME", str(tmp_path_factory.mktemp("tiny-home")))
+        return resolve_model(str(tiny_gguf)).path
 
 
 def write_tiny_gguf(path: Path) -> None:

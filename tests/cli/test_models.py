@@ -116,8 +116,8 @@ def test_any_gguf_is_converted_exactly_and_once(tiny_gguf: Path, home: Path) -> 
     assert [path.name for path in (home / "models").iterdir()] == [model.path.name]
 
 
-def test_gguf_tokenizer_keeps_bos_and_digits(tiny_gguf: Path, home: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(resolve_model(str(tiny_gguf)).path / "tokenizer.json"))
+def test_gguf_tokenizer_keeps_bos_and_digits(tiny_folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
     assert tokenizer.encode("ab 12").tokens == ["<|end|>", "ab", "\u0120", "1", "2"]
 
 

@@ -21,7 +21,6 @@ import pytest
 
 from octavo.embedded_redis import EmbeddedRedis
 from octavo.instance import InstanceDir
-from octavo.models import resolve_model
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 240.0
@@ -124,13 +123,6 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OCTAVO_HOME", str(tmp_path_factory.mktemp("tiny-home")))
-        return resolve_model(str(tiny_gguf)).path
-
-
 @pytest.fixture
 def serve(home: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
@@ -171,6 +163,7 @@ def test_a_life(serve: Callable[..., Served], tiny_folder: Path, home: Path) -> 
     assert not any("Traceback" in line for line in served.err), "\n".join(served.err)
 
 
+@pytest.mark.usefixtures("built_kernels")
 def test_nothing_outlives_a_killed_server(serve: Callable[..., Served], tiny_folder: Path, home: Path) -> None:
     served = serve(tiny_folder)
     children = served.children()
@@ -186,6 +179,7 @@ def test_nothing_outlives_a_killed_server(serve: Callable[..., Served], tiny_fol
     instance.remove()
 
 
+@pytest.mark.usefixtures("built_kernels")
 def test_an_external_log_server_is_used(serve: Callable[..., Served], tiny_folder: Path, home: Path) -> None:
     instance = InstanceDir()
     redis = EmbeddedRedis(instance, tcp=True)
@@ -203,6 +197,7 @@ def test_an_external_log_server_is_used(serve: Callable[..., Served], tiny_folde
         instance.remove()
 
 
+@pytest.mark.usefixtures("built_kernels")
 def test_the_readmes_first_requests(default_folder: Path, serve: Callable[..., Served]) -> None:
     served = serve(default_folder)
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace(":8000", f":{served.port}")

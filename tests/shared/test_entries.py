@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from octavo_shared.bounds import MAX_CHOICES
 from octavo_shared.entries import (
     MalformedEntryError,
     decode_abort,
@@ -28,7 +29,6 @@ from octavo_shared.ids import MOST_ATTEMPTS, MOST_TERM, Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.proto import log_pb2, request_pb2
 from octavo_shared.records import (
-    MAX_CHOICES,
     AbortRecord,
     EarlyStopping,
     EndReason,

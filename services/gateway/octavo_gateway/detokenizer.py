@@ -195,7 +195,8 @@ class WindowDetokenizer:
 
 def decoder_kind(tokenizer: Tokenizer) -> tuple[str, int]:
     """Which of the three ways fits, and how many leading spaces the decoder strips."""
-    decoder: Any = json.loads(tokenizer.to_str()).get("decoder") or {}
+    # The library's decoders do not tell what they consist of, other than for pickling: in JSON, as in tokenizer.json.
+    decoder: Any = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"]:
