@@ -157,16 +157,18 @@ class SchedulerService:
         """
         engine = self._homes.get(live.record.id)
         fenced = choices - live.ending
+        # What it tells of how long outputs become.
+        lesson = EndReason.STOP if complete else reason
         first = b""
         if live.beams is not None:
-            first = self._searches.let_go(live, fenced, reason, engine)
+            first = self._searches.let_go(live, fenced, reason, lesson, engine)
         elif engine is not None:
             for sequence in live.sequences:
                 if sequence.choice not in fenced:
                     continue
                 if engine.core.abort(sequence):
                     self.observer.left(sequence, reason)
-                    self.backlog.learn(sequence, EndReason.STOP if complete else reason)
+                    self.backlog.learn(sequence.num_outputs, lesson)
                 else:
                     # Computed already; its own end is on its way into the log.
                     fenced.discard(sequence.choice)
