@@ -59,23 +59,39 @@ def check_redis_url(value: str) -> str:
     return value
 
 
-def check_keys(value: list[str]) -> list[str]:
-    """Refuse blank keys: whoever passes an empty variable believes the server protected."""
-    if any(not key.strip() for key in value):
-        raise ValueError("a key must not be blank")
+def split_keys(value: Any) -> Any:
+    """Read ``a,b`` and ``["a,b"]`` as two keys.
+
+    Nothing but blanks is refused: whoever passes an empty variable believes the server protected.
+    """
+    keys: list[Any] = []
+    for part in [value] if isinstance(value, str) else value:
+        found = split_list(part)
+        if not found:
+            raise ValueError("a key must not be blank")
+        keys += found if isinstance(found, list) else [part]
+    return keys
+
+
+def check_not_blank(value: str | None) -> str | None:
+    """Refuse a blank name of what protects the server, for the same reason."""
+    if value is not None and not value.strip():
+        raise ValueError("must not be blank; without it, leave the setting out")
     return value
 
 
 def check_admin_keys(value: list[str], info: ValidationInfo) -> list[str]:
     """Refuse an admin key that clients have as well."""
-    if set(check_keys(value)) & set(info.data.get("api_key", ())):
+    if set(value) & set(info.data.get("api_key", ())):
         raise ValueError("a key must not be an API key as well: every client would be an administrator")
     return value
 
 
-def check_secret(value: str) -> str:
+def check_secret(value: str | None) -> str | None:
     """Refuse what can be guessed, or cannot travel in a header."""
-    if value and not (len(value) >= 16 and value.isascii() and value.isprintable() and value.strip() == value):
+    if value is not None and not (
+        len(value) >= 16 and value.isascii() and value.isprintable() and value.strip() == value
+    ):
         raise ValueError("a secret must have at least 16 printable ASCII characters, with no blank at either end")
     return value
 
@@ -107,9 +123,13 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
 NameList = Annotated[list[str], NoDecode, BeforeValidator(split_list)]
 CountList = Annotated[list[Annotated[int, Field(ge=1)]], NoDecode, BeforeValidator(split_counts)]
-KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_keys)]
-AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_list), AfterValidator(check_admin_keys)]
-Secret = Annotated[str, AfterValidator(check_secret)]
+KeyList = Annotated[list[str], NoDecode, BeforeValidator(split_keys)]
+AdminKeyList = Annotated[list[str], NoDecode, BeforeValidator(split_keys), AfterValidator(check_admin_keys)]
+Secret = Annotated[str | None, AfterValidator(check_secret)]
+# A file that protects the server.
+Guard = Annotated[str | None, AfterValidator(check_not_blank)]
+# Redis counts leases in milliseconds.
+Lease = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 NoRemoteCode = Annotated[bool, AfterValidator(refuse_remote_code)]
 Weights = Annotated[dict[str, Weight], NoDecode, BeforeValidator(parse_weights)]
 
@@ -161,11 +181,11 @@ class GrpcSettings(CommonSettings):
         DEFAULT_SCHEDULER_ADDRESS, "scheduler", "host:port or unix:path: the scheduler listens, executors dial."
     )
     executor_secret: Secret = setting(
-        "", "scheduler", "Executors must know it to attach. Better in the environment than on a command line."
+        None, "scheduler", "Executors must know it to attach. Better in the environment than on a command line."
     )
-    grpc_ssl_keyfile: str | None = setting(None, "scheduler", "PEM key of this side of the gRPC line.")
-    grpc_ssl_certfile: str | None = setting(None, "scheduler", "PEM certificate (chain) of this side of the gRPC line.")
-    grpc_ssl_ca_certs: str | None = setting(
+    grpc_ssl_keyfile: Guard = setting(None, "scheduler", "PEM key of this side of the gRPC line.")
+    grpc_ssl_certfile: Guard = setting(None, "scheduler", "PEM certificate (chain) of this side of the gRPC line.")
+    grpc_ssl_ca_certs: Guard = setting(
         None,
         "scheduler",
         "PEM authorities that the other side's certificate must come from; a scheduler then asks for one.",
@@ -178,15 +198,15 @@ class GatewaySettings(CommonSettings):
     host: str = setting("127.0.0.1", "HTTP", "Address to listen on.")
     port: int = setting(8000, "HTTP", "Port to listen on; 0 picks a free one.", ge=0, le=65535)
     api_key: KeyList = setting([], "HTTP", "Keys of which a client must send one as a bearer token.")
-    api_key_file: str | None = setting(
+    api_key_file: Guard = setting(
         None, "HTTP", "TOML file of API keys as tenants, made by `octavo keys`; read again when it changes."
     )
     admin_api_key: AdminKeyList = setting(
         [], "HTTP", "Keys that also open /v1/kv and /v1/cache/reset. Default: see docs/api.md."
     )
-    ssl_keyfile: str | None = setting(None, "HTTP", "PEM key: with it and --ssl-certfile the API is HTTPS.")
-    ssl_certfile: str | None = setting(None, "HTTP", "PEM certificate (chain) of the API.")
-    ssl_ca_certs: str | None = setting(None, "HTTP", "PEM authorities that clients' certificates must come from.")
+    ssl_keyfile: Guard = setting(None, "HTTP", "PEM key: with it and --ssl-certfile the API is HTTPS.")
+    ssl_certfile: Guard = setting(None, "HTTP", "PEM certificate (chain) of the API.")
+    ssl_ca_certs: Guard = setting(None, "HTTP", "PEM authorities that clients' certificates must come from.")
     ssl_cert_reqs: int | None = setting(
         None,
         "HTTP",
@@ -234,7 +254,7 @@ class GatewaySettings(CommonSettings):
         ge=0,
         le=86400,
     )
-    gateway_lease_s: float = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).", gt=0)
+    gateway_lease_s: Lease = setting(10.0, "log", "A gateway silent for this long counts as gone (seconds).")
 
 
 class SchedulerSettings(GrpcSettings):
@@ -285,9 +305,9 @@ class SchedulerSettings(GrpcSettings):
         le=1e6,
         allow_inf_nan=False,
     )
-    scheduler_lease_s: float = setting(5.0, "log", "A scheduler silent for this long loses its lease (seconds).", gt=0)
-    executor_lease_s: float = setting(
-        10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds).", gt=0
+    scheduler_lease_s: Lease = setting(5.0, "log", "A scheduler silent for this long loses its lease (seconds).")
+    executor_lease_s: Lease = setting(
+        10.0, "scheduler", "An executor silent for this long is let go; its requests go on elsewhere (seconds)."
     )
     step_timeout_s: float | None = setting(
         None,

@@ -203,6 +203,10 @@ class Stage:
         keys = await self.streams.client.keys(self.streams.keys.request(RequestId(LOG, 0))[:-1] + "*")
         return pending["pending"] == 0 and length == 0 and not keys
 
+    async def no_aborts(self) -> bool:
+        """Nothing that was said against a request is still to be seen to."""
+        return await self.streams.client.xlen(self.streams.keys.aborts) == 0
+
     async def finish(self, executor: Executor) -> None:
         """From now on the executor carries out whatever comes; wait until nothing is owed any more."""
         executor.keep_working()

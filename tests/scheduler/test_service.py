@@ -20,7 +20,7 @@ from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import OutputRow, StepPlan
 from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
-from octavo_shared.streams import GROUP
+from octavo_shared.streams import GROUP, Streams
 from octavo_shared.wire import Farewell, Heartbeat, Refusal, Resync, Welcome
 
 
@@ -86,7 +86,7 @@ def test_aborts_end_choices_wherever_they_are(valkey: str, tmp_path: Path) -> No
             await stage.streams.append_abort(AbortRecord(RequestId(LOG, 2)))
             await stage.until(stage.all_acknowledged)
             assert (await stage.fold(2, 0))[1] is EndReason.ABORT
-            assert await stage.streams.client.xlen(stage.streams.keys.aborts) == 0
+            await stage.until(stage.no_aborts)
 
     play(scene, valkey, tmp_path)
 
@@ -499,6 +499,46 @@ def test_an_end_on_its_way_into_the_log_survives_the_loss_of_the_executor(valkey
     play(begun, valkey, tmp_path)
 
 
+def test_an_abort_survives_whoever_has_read_it(valkey: str, tmp_path: Path) -> None:
+    async def begun(stage: Stage) -> None:
+        await stage.listening()
+        held = asyncio.Event()
+
+        async def stuck(log: str, entry: bytes) -> None:
+            held.set()
+            await asyncio.Event().wait()
+
+        async with stage.executor() as executor:
+            request_id = await stage.admit(1, max_tokens=50)
+            await executor.work(1)
+            stage.service.streams.append_log = stuck  # type: ignore[method-assign]
+            await stage.streams.append_abort(AbortRecord(request_id))
+            await held.wait()
+            await asyncio.sleep(0.2)
+            assert await stage.streams.client.xlen(stage.streams.keys.aborts) == 1
+            stage.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await stage.task
+        await stage.streams.client.delete(stage.streams.keys.lease)
+        fresh = open_stage(valkey, tmp_path, stage.streams)
+        try:
+            # Nobody is there to run it.
+            await fresh.until(fresh.all_acknowledged)
+            tokens, end = await fresh.fold(1)
+            assert (tokens[:1], end) == ([100], EndReason.ABORT)
+            await fresh.until(fresh.no_aborts)
+        finally:
+            await fresh.close()
+
+    async def main() -> None:
+        streams = Streams.connect(valkey, MODEL)
+        await streams.client.flushall()
+        await begun(open_stage(valkey, tmp_path, streams))
+        await streams.close()
+
+    asyncio.run(main())
+
+
 def test_garbage_in_the_streams_is_dropped(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         keys = stage.streams.keys
@@ -511,7 +551,7 @@ def test_garbage_in_the_streams_is_dropped(valkey: str, tmp_path: Path) -> None:
             await stage.admit(1)
             await executor.work(4)
             await stage.until(stage.all_acknowledged)
-        assert await stage.streams.client.xlen(keys.aborts) == 0
+            await stage.until(stage.no_aborts)
 
     play(scene, valkey, tmp_path)
 

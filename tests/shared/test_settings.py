@@ -96,6 +96,18 @@ def test_counts_are_exact(number: Decimal, suffix: tuple[str, int]) -> None:
         (GatewaySettings, "max_logprobs", "-2"),
         (GatewaySettings, "error_code_style", "both"),
         (GatewaySettings, "gateway_lease_s", "0"),
+        (GatewaySettings, "gateway_lease_s", "inf"),
+        (GatewaySettings, "gateway_lease_s", "1e300"),
+        (SchedulerSettings, "scheduler_lease_s", "0.0001"),
+        (SchedulerSettings, "executor_lease_s", "nan"),
+        (GatewaySettings, "api_key", ""),
+        (GatewaySettings, "api_key", " , "),
+        (GatewaySettings, "admin_api_key", ""),
+        (GatewaySettings, "api_key_file", ""),
+        (GatewaySettings, "ssl_certfile", ""),
+        (GatewaySettings, "ssl_ca_certs", " "),
+        (SchedulerSettings, "executor_secret", ""),
+        (ExecutorSettings, "grpc_ssl_ca_certs", ""),
         (SchedulerSettings, "scheduling_policy", "fairly"),
         (SchedulerSettings, "prefix_cache_scope", "user"),
         (SchedulerSettings, "max_num_partial_prefills", "-1"),
@@ -144,6 +156,9 @@ def test_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "one, two,,")
     assert load_settings(GatewaySettings).api_key == ["one", "two"]
     assert load_settings(GatewaySettings, api_key=["three"]).api_key == ["three"]
+    assert load_settings(GatewaySettings, api_key=["three,four", "five"]).api_key == ["three", "four", "five"]
+    with pytest.raises(SettingError, match="must not be blank"):
+        load_settings(GatewaySettings, api_key=["three", ","])
     assert split_list("") == []
 
 

@@ -1,4 +1,7 @@
-"""Two readers on the log: requests through the consumer group, aborts from their own stream."""
+"""Two readers on the log: requests through the consumer group, aborts from their own stream.
+
+An abort stays there until the end it brings about is in the log, or it is known to bring about none: who reads it may die.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -18,11 +22,24 @@ from octavo_shared.streams import NoGroupError, Streams
 logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
+# While the end that an abort brings about is on its way into the log.
+BLOCK_SHORTLY_MS = 20
 BATCH = 256
 # While requests keep coming, how often to look for some that never arrived.
 LOOK_S = 5.0
 # An abort may overtake the request it names by as long as the other reader may be behind.
 EARLY_ABORT_S = 60.0
+
+
+@dataclass(slots=True)
+class _Abort:
+    """An abort that has been read: its entry, and when that was (on the monotonic clock)."""
+
+    entry_id: bytes
+    record: AbortRecord
+    read_s: float
+    # Its request has not come yet.
+    is_early: bool = False
 
 
 class Intake:
@@ -32,9 +49,9 @@ class Intake:
         self._service = service
         self._streams = streams
         self._consumer = consumer
-        self._early: list[tuple[float, AbortRecord]] = []
         self._after: bytes | str = "0"
-        self._acted_on: list[bytes] = []
+        # Aborts that are not to be deleted yet.
+        self._unsettled: list[_Abort] = []
         self._looked_at = time.monotonic()
 
     async def requests(self) -> None:
@@ -70,8 +87,7 @@ class Intake:
             self._service.pending.accept(entry_id, payload)
         if not entries or time.monotonic() - self._looked_at > LOOK_S:
             await self._find_lost()
-        if self._early:
-            self._apply_early()
+        self._apply_early()
 
     async def _find_lost(self) -> None:
         """Take over requests that were read in an answer that never came here.
@@ -91,28 +107,35 @@ class Intake:
             await self._service.pending.take_over(lost)
 
     async def _read_aborts(self) -> None:
-        entries = await self._streams.read_aborts(self._after, block_ms=BLOCK_MS)
-        records = [record for _, record in entries if record is not None]
+        block_ms = BLOCK_MS if all(abort.is_early for abort in self._unsettled) else BLOCK_SHORTLY_MS
+        entries = await self._streams.read_aborts(self._after, block_ms=block_ms)
+        now = time.monotonic()
+        aborts = [_Abort(entry_id, record, now) for entry_id, record in entries if record is not None]
         # New owners first: whoever has reconnected since makes an abort void that nobody has acted on yet.
-        for record in sorted(records, key=lambda record: not record.new_owner):
-            if not self._service.abort(record) and await self._is_coming(record.request_id):
-                self._early.append((time.monotonic(), record))
+        for abort in sorted(aborts, key=lambda abort: not abort.record.new_owner):
+            known = self._service.abort(abort.record)
+            abort.is_early = not known and await self._is_coming(abort.record.request_id)
+        await self._streams.delete_aborts([entry_id for entry_id, record in entries if record is None])
         if entries:
             # Only now: when Redis fails in between, these are read again.
             self._after = entries[-1][0]
-            self._acted_on += [entry_id for entry_id, _ in entries]
-        await self._streams.delete_aborts(self._acted_on)
-        self._acted_on.clear()
-        if self._early:
-            self._apply_early()
+            self._unsettled += aborts
+        self._apply_early()
+        settled = {abort.entry_id for abort in self._unsettled if self._is_settled(abort)}
+        await self._streams.delete_aborts(list(settled))
+        self._unsettled = [abort for abort in self._unsettled if abort.entry_id not in settled]
 
     async def _is_coming(self, request_id: RequestId) -> bool:
         return (await self._streams.unfinished([request_id]))[0]
 
+    def _is_settled(self, abort: _Abort) -> bool:
+        live = self._service.live.get(abort.record.request_id)
+        return not abort.is_early and (live is None or not live.is_ending)
+
     def _apply_early(self) -> None:
-        """Aborts that came before their request: apply those whose request is here now, drop those too old."""
+        """Aborts that came before their request: apply those whose request is here now, give up those too old."""
         now = time.monotonic()
-        waiting, self._early = self._early, []
-        for since, record in waiting:
-            if not self._service.abort(record) and now - since <= EARLY_ABORT_S:
-                self._early.append((since, record))
+        for abort in self._unsettled:
+            if abort.is_early:
+                known = self._service.abort(abort.record)
+                abort.is_early = not known and now - abort.read_s <= EARLY_ABORT_S

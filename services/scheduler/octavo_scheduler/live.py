@@ -50,6 +50,11 @@ class LiveRequest:
         """The sequences that compute for it."""
         return self.sequences if self.beams is None else self.beams.members
 
+    @property
+    def is_ending(self) -> bool:
+        """An end that has been decided here is on its way into the log."""
+        return not self.open.isdisjoint(self.ending)
+
     def heed(self, word: AbortRecord) -> set[int]:
         """Take a word about who wants it; returns the open choices that are to end for it.
 
