@@ -1,9 +1,11 @@
-"""For every test: GPU kernels are run by Triton's interpreter, and threads that wait for each other sleep."""
+"""For every test: GPU kernels are run by Triton's interpreter, threads that wait for each other sleep, and clients start quickly."""
 
+import functools
 import os
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 # Helpers that several rooms use lie beside this file.
@@ -14,6 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Test processes that share the cores would spin against each other (libgomp's default).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# Every new client, so every httpx.get, reads the authorities of the whole web: thirty times as long as to ask and be answered.
+# One reading serves all clients.
+httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
