@@ -74,8 +74,8 @@ def start_small(start_any: Callable[..., Stack], small_model: SmallModel) -> Cal
 
 @pytest.fixture(scope="session")
 def stack(start_stack: Callable[..., Stack]) -> Stack:
-    """A stack with default settings that tests share; each leaves it idle."""
-    return start_stack()
+    """A stack with default settings that tests share; each leaves it idle. On a busy machine requests may have to wait for long."""
+    return start_stack("--max-queue-wait", "0")
 
 
 @pytest.fixture

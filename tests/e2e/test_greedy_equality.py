@@ -49,7 +49,8 @@ def reference(model_folder: Path) -> Any:
 
 @pytest.mark.timeout(900)
 def test_50_prompts_batched_together(start_stack: Callable[..., Stack], model_folder: Path, reference: Any) -> None:
-    stack = start_stack("--served-model-name", "m", "--dtype", "float32", "--return-tokens-as-token-ids")
+    flags = ("--max-queue-wait", "0", "--dtype", "float32", "--return-tokens-as-token-ids")
+    stack = start_stack("--served-model-name", "m", *flags)
     batch = prompts(Tokenizer.from_file(str(model_folder / "tokenizer.json")))
     assert (min(map(len, batch)), max(map(len, batch))) == (2, 262)
 
