@@ -75,10 +75,15 @@ class Stack:
             time.sleep(0.05)
 
     def wait_idle(self, timeout_s: float = 15.0) -> None:
-        """Wait until nothing runs, nothing waits, and no block is referenced."""
+        """Wait until nothing runs, nothing waits, and no block is referenced.
+
+        What is told is a moment old, from before a request perhaps, so it has to stay so for longer than that.
+        """
         deadline = time.monotonic() + timeout_s
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "octavo:kv_blocks_used")
-        while any(self.metric(name) for name in names):
+        idle = 0
+        while idle < 5:
+            idle = 0 if any(self.metric(name) for name in names) else idle + 1
             assert time.monotonic() < deadline, {name: self.metric(name) for name in names}
             time.sleep(0.05)
 
