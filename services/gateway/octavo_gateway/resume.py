@@ -101,6 +101,7 @@ async def resume(
         echo_texts=[read_note(record)[1] for record in records],
         span=request.scope.get("octavo.span"),
         position=position or Position(stream, ()),
+        is_copy=position is None,
     )
 
 
