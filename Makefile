@@ -9,8 +9,8 @@ STAMP := .venv/.installed
 MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
-# Test files run beside each other, one process per core; more than four gain nothing.
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+# Test files run beside each other: one process per core and one for when others wait for services; more than four gain nothing.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PROTO := shared/octavo_shared/proto
 
 .DEFAULT_GOAL := help

@@ -66,7 +66,10 @@ class Served:
         return self
 
     def said(self, words: str) -> bool:
-        return any(words in line for line in self.err)
+        return self.times(words) > 0
+
+    def times(self, words: str) -> int:
+        return sum(words in line for line in list(self.err))
 
     def child(self, name: str) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children():
@@ -149,9 +152,13 @@ def test_a_life(serve: Callable[..., Served], tiny_folder: Path, home: Path) -> 
     assert served.complete() == before
     assert len(list((home / "run").iterdir())) == 1
     for name in ("gateway", "executor", "scheduler", "redis"):
+        attached = served.times(" attached: ")
         served.child(name).kill()
         served.until(lambda name=name: served.said(f"{name} | was ended by SIGKILL; restarting it in"))
         served.until(lambda name=name: served.said(f"{name} | is ready again"))
+        if name != "gateway":
+            # Until then the gateway may speak of the time before.
+            served.until(lambda before=attached: served.times(" attached: ") > before)
         served.until(lambda: served.status("/health/ready") == 200)
         assert served.complete() == before, name
     children = served.children()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,17 @@ def tokenizer() -> ModelTokenizer:
     if not MODEL_FOLDER.is_dir():
         pytest.skip("the default model has not been fetched (octavo pull)")
     return ModelTokenizer.load(MODEL_FOLDER / "tokenizer.json")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def read_once() -> Iterator[None]:
+    """Gateways of one process share the default model's tokenizer, which none of them changes: most of what it costs to start
+    one is to read that."""
+    load, shared = ModelTokenizer.load, functools.cache(ModelTokenizer.load)
+    default = MODEL_FOLDER / "tokenizer.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelTokenizer, "load", lambda path: (shared if path == default else load)(path))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -230,18 +230,47 @@ def test_an_abort_that_is_lost_is_said_again(tmp_path: Path, tokenizer: ModelTok
         redis.stop()
 
 
+async def owner(stage: Stage) -> tuple[int, str] | None:
+    """Of the first request of a gateway."""
+    streams = Streams.connect(stage.settings.redis_url, "m")
+    try:
+        return (await streams.owners([RequestId(stage.server.gateway.reader.incarnation, 1)]))[0]
+    finally:
+        await streams.close()
+
+
+def test_who_is_waited_for_stays_the_owner(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    """Nobody follows the request when Redis forgets who did last; the line before may still seem to be alive."""
+    redis = server(tmp_path, "yes")
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+    try:
+        with open_stage(redis.url, "m", drain_timeout_s=0) as stage, second_gateway(stage) as other:
+            stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+            headers = {"X-Octavo-Resumable": "1"}
+            with stage.client.stream("POST", "/v1/completions", json=BODY, headers=headers) as first:
+                parts = first.iter_text()
+                (event, *_) = read_events(next(parts).rpartition("\n\n")[0] + "\n\n")
+                known = redis.append_only_file.stat().st_size
+                path, headers = f"/v1/streams/{json.loads(event.data)['id']}", {"Last-Event-ID": event.id}
+                with other.client.stream("GET", path, headers=headers) as second:
+                    assert second.status_code == 200
+                eventually(lambda: not other.server.gateway.foreign_logs.live, "the other one has noticed")
+                before = asyncio.run(owner(stage))
+                assert before is not None
+                redis.stop(kill=True)
+                redis.forget(known)
+                redis.start()
+                eventually(lambda: asyncio.run(owner(stage)) == before, "it has said so again")
+    finally:
+        redis.stop()
+
+
 def test_who_has_come_last_stays_the_owner(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     """Else an abort of the one before would count, and the lease of a gateway that does not matter any more."""
     redis = server(tmp_path, "no")
     ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
     gate = threading.Event()
-
-    async def owner(stage: Stage) -> tuple[int, str] | None:
-        streams = Streams.connect(redis.url, "m")
-        try:
-            return (await streams.owners([RequestId(stage.server.gateway.reader.incarnation, 1)]))[0]
-        finally:
-            await streams.close()
 
     try:
         with open_stage(redis.url, "m", drain_timeout_s=0) as stage, second_gateway(stage) as other:

@@ -5,7 +5,8 @@ may stay long after its client has gone. Redis may forget who has reconnected; l
 
 What is real: how a scheduler heeds what is said (``LiveRequest.heed``) and how long it waits for a gateway (``Absences``).
 What must hold: a request ends by abort only if the client that came last had gone before it was said, or its gateway has been
-dead for the grace. Two things are taken for granted: a scheduler takes over only once everybody has told a restarted Redis
+dead for the grace; and what a gateway has given up for the client that came last is not forgotten, even if the scheduler that
+has read of it dies. Two things are taken for granted: a scheduler takes over only once everybody has told a restarted Redis
 again what it knew (it waits for that, ``RESEND_S``), and no gateway dies together with a Redis that forgets its clients.
 """
 
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from protocol_restarts import RestartWorld
-from protocol_world import ID, Scheduler
+from protocol_world import CHOICES, ID, Scheduler
 
 from octavo_scheduler.live import LiveRequest
 from octavo_scheduler.orphans import Absences
 from octavo_shared.records import AbortRecord
 
 # In ticks of the world's clock, which are seconds for those who are told to wait.
-GRACE, SETTLE, MOST_TICKS = 4, 1, 12
+GRACE, SETTLE, MOST_TICKS = 3, 1, 12
 GATEWAYS = ("gateway", "second", "third")
 BATCH = 2
 
@@ -44,7 +45,7 @@ class Line:
     rings_at: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Said:
     """An entry of the abort stream, and whether it was true when it was said."""
 
@@ -63,6 +64,8 @@ class OwnerWorld(RestartWorld):
     generations_are_new = True
     asks_for_owner = True
     adopts_again = True
+    gives_up_again = True
+    aborts_outlive_readers = True
 
     def __init__(self) -> None:
         self.now = 0
@@ -74,7 +77,10 @@ class OwnerWorld(RestartWorld):
         self.client: Line | None = Line(GATEWAYS[0], 0, 0)
         self.lines = [self.client]
         self.last = self.client
+        # Which of the client's lines have been given up, by whom, and with what words.
+        self.given_up: list[tuple[Line, AbortRecord]] = []
         self.absences: dict[str, Absences] = {}
+        self.has_read: dict[str, set[Said]] = {}
         self.owner_on_disk: tuple[Owner | None, tuple[Said, ...]] = (None, ())
         super().__init__()
         self.take_lease()
@@ -103,8 +109,10 @@ class OwnerWorld(RestartWorld):
         for scheduler in self.schedulers:
             if self.is_told(scheduler):
                 options.append((f"{scheduler.name} looks for orphans", partial(self.look, scheduler)))
-                if self.said and scheduler is self.holder:
+                if self.unread(scheduler) and scheduler is self.holder:
                     options += [(f"{scheduler.name} reads aborts", partial(self.read_aborts, scheduler))] * 2
+                if self.settled(scheduler):
+                    options.append((f"{scheduler.name} deletes aborts", partial(self.delete_aborts, scheduler)))
         return options
 
     def pass_time(self) -> None:
@@ -139,13 +147,21 @@ class OwnerWorld(RestartWorld):
     def give_up(self, line: Line) -> None:
         """As ``Streams.append_abort``."""
         self.lines.remove(line)
+        self.given_up.append((line, AbortRecord(ID, -1, line.generation, "disconnect")))
+        self.say_against(*self.given_up[-1])
+
+    def say_against(self, line: Line, word: AbortRecord) -> None:
         if not self.redis_knows_owners or self.owner is None or line.generation >= self.owner[0]:
-            fair = line.coming == self.comings
-            self.said += (Said(AbortRecord(ID, -1, line.generation, "disconnect"), fair),)
+            self.said += (Said(word, line.coming == self.comings or self.is_given_up()),)
+
+    def is_given_up(self) -> bool:
+        """In truth: the client that came last is gone, and its gateway has said so."""
+        return any(line is self.last for line, _ in self.given_up)
 
     def die(self, gateway: str) -> None:
         self.died[gateway] = self.now
         self.lines = [line for line in self.lines if line.gateway != gateway]
+        self.given_up = [one for one in self.given_up if one[0].gateway != gateway]
         if self.client is not None and self.client.gateway == gateway:
             self.client = None
 
@@ -165,9 +181,23 @@ class OwnerWorld(RestartWorld):
 
     def read_aborts(self, scheduler: Scheduler) -> None:
         """As ``Intake``: of what is read together new owners first."""
-        read, self.said = self.said[:BATCH], self.said[BATCH:]
+        read = self.unread(scheduler)[:BATCH]
+        self.has_read.setdefault(scheduler.name, set()).update(read)
         for said in sorted(read, key=lambda said: not said.record.new_owner):
             self.act(scheduler, said)
+        if not self.aborts_outlive_readers:
+            self.said = tuple(said for said in self.said if said not in read)
+
+    def unread(self, scheduler: Scheduler) -> list[Said]:
+        return [said for said in self.said if said not in self.has_read.get(scheduler.name, ())]
+
+    def settled(self, scheduler: Scheduler) -> set[Said]:
+        """What it has read, once nothing that it has to say for that is on its way into the log."""
+        return set() if scheduler.words else self.has_read.get(scheduler.name, set()).intersection(self.said)
+
+    def delete_aborts(self, scheduler: Scheduler) -> None:
+        settled = self.settled(scheduler)
+        self.said = tuple(said for said in self.said if said not in settled)
 
     def act(self, scheduler: Scheduler, said: Said) -> None:
         choices = type(self).heeds(scheduler.live, said.record)
@@ -207,14 +237,31 @@ class OwnerWorld(RestartWorld):
         for line in self.lines:
             if line.generation and self.adopts_again:
                 self.adopt(line)
+        for line, word in self.given_up if self.gives_up_again else ():
+            self.say_against(line, word)
 
     # --- what must hold ---
 
     def come_to_rest(self) -> None:
-        """What a dead gateway's client does not come back to is given up, whether or not an executor goes on with it."""
+        """What nobody comes back to is given up, whether or not an executor goes on with it."""
+        if self.gateway_life != self.life:
+            self.say_again()
+        if self.is_given_up():
+            self.expect_given_up()
         super().come_to_rest()
         if self.last.gateway in self.died:
             self.give_up_at_last()
+
+    def expect_given_up(self) -> None:
+        """Should every scheduler die now, the next one would know it."""
+        live = LiveRequest(self.schedulers[-1].live.record, b"1-1", set(range(CHOICES)))
+        if self.owner is not None:
+            live.generation, live.gateway = self.owner
+        over = {choice for choice, state in enumerate(self.whole()) if state.end}
+        over.update(*(executor.computed for executor in self.executors))
+        for said in sorted(self.said, key=lambda said: not said.record.new_owner):
+            over |= type(self).heeds(live, said.record)
+        assert over == set(range(CHOICES)) or self.acknowledged or not self.admitted, "what was given up goes on"
 
     def give_up_at_last(self) -> None:
         # As if it had not ended yet, for a scheduler that takes over now.

@@ -10,9 +10,10 @@ import pytest
 from service_stage import LOG, Stage, play
 
 from octavo_scheduler.backlog import PRIOR_MEAN, Backlog, OutputLengths, Progress, Rate
+from octavo_scheduler.core.forecast import GUESSES
 from octavo_scheduler.limits import LEAST_QUEUED_TOKENS
 from octavo_shared.ids import RequestId
-from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord, SamplingParams
+from octavo_shared.records import AbortRecord, EarlyStopping, ModelLimits, RequestRecord, SamplingParams
 
 # --- output lengths ---------------------------------------------------------------------------------------------------
 
@@ -212,6 +213,43 @@ def test_a_stop_string_is_as_good_as_an_end(valkey: str, tmp_path: Path, reason:
             lengths = stage.service.backlog.lengths
             assert sum(count > 0 for count in lengths._ends) == ends
             assert sum(lengths._tokens) > 0
+
+    play(scene, valkey, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stops", "words", "complete", "known"),
+    [((), (), 0, 6), ((210, 211), (), 1, 2), ((), ("disconnect",), 0, 3), ((), ("stop_string",), 1, 3)],
+    ids=["at its limit", "of itself", "given up", "by a stop string"],
+)
+def test_a_beam_search_is_as_long_as_its_hypotheses(
+    valkey: str, tmp_path: Path, stops: tuple[int, ...], words: tuple[str, ...], complete: int, known: int
+) -> None:
+    """However many there are, it is one length that is learned, and cut where nobody wanted more."""
+
+    async def scene(stage: Stage) -> None:
+        sampling = SamplingParams(
+            max_tokens=6, beam_width=2, stop_token_ids=stops, early_stopping=EarlyStopping.FIRST, ignore_eos=True
+        )
+        request_id = RequestId(LOG, 1)
+        await stage.streams.take_lease(stage.streams.keys.gateway(LOG), LOG, 600)
+        await stage.streams.admit(RequestRecord(request_id, 0, np.arange(10, dtype=np.int32), sampling))
+        async with stage.executor() as executor:
+            if words:
+                await executor.work(3)
+                await stage.until(lambda: has_decided(stage, 3))
+            for reason in words:
+                await stage.streams.append_abort(AbortRecord(request_id, reason=reason))
+            await stage.finish(executor)
+            lengths = stage.service.backlog.lengths
+            assert sum(count > 0 for count in lengths._ends) == complete
+            assert sum(lengths._tokens) == pytest.approx(known, rel=0.01)
+            (engine,) = stage.service.engines
+            assert list(engine.core.forecast._lengths)[GUESSES:] == ([] if words else [known])
+
+    async def has_decided(stage: Stage, steps: int) -> bool:
+        live = stage.service.live.get(RequestId(LOG, 1))
+        return live is not None and live.beams is not None and live.beams.search.state.position == steps
 
     play(scene, valkey, tmp_path)
 

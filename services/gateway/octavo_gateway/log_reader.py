@@ -98,12 +98,12 @@ class LogReader(LogFollower):
             await asyncio.sleep(self._lease_s / 3)
 
     async def _recover(self) -> None:
-        # Whose request it is comes before who gives it up.
+        await super()._recover()
+        # Nobody follows these just now, but whoever was their owner before is still not to be heard.
         for records in self._aborts.waiting:
             if generation := records[0].owner_generation:
                 ids = [record.request_id for record in records]
                 await self._streams.adopt(ids, generation, self.incarnation)
-        await super()._recover()
         self._aborts.say_again()
 
     def _owed(self) -> list[RequestRecord]:

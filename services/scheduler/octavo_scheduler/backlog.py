@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from octavo_scheduler.core.events import Ended, Event
-from octavo_scheduler.core.sequence import Sequence
+from octavo_scheduler.core.events import BeamStep, Ended, Event
 from octavo_shared.ids import RequestId
 from octavo_shared.records import EndReason, RequestRecord
 
@@ -171,17 +170,18 @@ class Backlog:
         if self._prompts[log] <= 0:
             del self._prompts[log]
 
-    def learn(self, sequence: Sequence, reason: EndReason) -> None:
-        """A choice has ended; it carries its tokens."""
+    def learn(self, num_tokens: int, reason: EndReason) -> None:
+        """A choice has ended after so many output tokens, or a beam search with all its hypotheses."""
         if reason is not EndReason.ERROR:
-            num_tokens = len(sequence.tokens) - sequence.output_start
             self.lengths.observe(num_tokens, complete=reason is EndReason.STOP)
 
     def learn_all(self, events: Iterable[Event]) -> None:
         """Learn from the ends among what happened in a core."""
         for event in events:
             if isinstance(event, Ended):
-                self.learn(event.sequence, event.reason)
+                self.learn(event.sequence.num_outputs, event.reason)
+            elif isinstance(event, BeamStep) and event.event.end:
+                self.learn(event.event.position + 1, event.event.end)
 
     def standing(self, running: Iterable[Progress]) -> Standing:
         """What is still owed, given how far the running sequences are."""

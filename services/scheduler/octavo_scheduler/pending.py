@@ -54,7 +54,7 @@ class PendingEntries:
                 self._service.background.spawn(self._take_up_what_came())
             return
         live.attempt_n = 1
-        self._service.place(live, Standing())
+        self._service.placement.place(live, Standing())
 
     async def take_over(self, entries: list[tuple[bytes, bytes]]) -> None:
         """Requests that an earlier term left pending: fence, read, resume. Called once, before anything is accepted."""

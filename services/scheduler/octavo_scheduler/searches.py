@@ -56,8 +56,12 @@ class Searches:
                 if live is not None and live.beams is event.group:
                     self._service.end_choices(live, set(live.open), EndReason.ERROR, Problem(_NOT_FINITE))
 
-    def let_go(self, live: LiveRequest, choices: set[int], reason: EndReason, engine: Engine | None) -> bytes:
+    def let_go(
+        self, live: LiveRequest, choices: set[int], reason: EndReason, lesson: EndReason, engine: Engine | None
+    ) -> bytes:
         """Some choices are to end; a search goes on as long as one of the others is wanted.
+
+        ``lesson`` is what the end tells of how long outputs become.
 
         Returns the entry that is to be in the log before their fences, if any: a search that is out of time gives back what
         it has. Should that entry count for nothing, because an earlier one is not in the log yet, the fences still end it.
@@ -67,6 +71,7 @@ class Searches:
             return b""
         words: list[BeamEvent] = [] if group.decided is None else [group.decided]
         if not group.search.is_over:
+            self._service.backlog.learn(group.search.state.position, lesson)
             words.append(group.search.close(reason))
         if engine is not None:
             engine.core.beams.end(group)

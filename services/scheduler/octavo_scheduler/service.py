@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from octavo_scheduler.background import RETRY_S, Background, insist
 from octavo_scheduler.backlog import Backlog
 from octavo_scheduler.core.adoption import DoubtfulError
-from octavo_scheduler.core.errors import IntegrityError, NeverFitsError
+from octavo_scheduler.core.errors import IntegrityError
 from octavo_scheduler.deadlines import Deadlines
 from octavo_scheduler.engine import Engine, HangUp, Restart
 from octavo_scheduler.limits import model_limits
@@ -31,11 +31,10 @@ from octavo_scheduler.live import LiveRequest, LiveRequests, Standing
 from octavo_scheduler.metrics import SchedulerMetrics
 from octavo_scheduler.observe import Observer
 from octavo_scheduler.pending import PendingEntries
-from octavo_scheduler.reading import why_unservable
+from octavo_scheduler.placement import Placement
 from octavo_scheduler.recovery import fence_and_read
 from octavo_scheduler.searches import Searches
 from octavo_scheduler.step_times import StepTimes
-from octavo_scheduler.trials import Trials
 from octavo_shared.entries import encode_fences
 from octavo_shared.fold import FenceEvent
 from octavo_shared.ids import Attempt, RequestId
@@ -76,11 +75,7 @@ class SchedulerService:
         self.pending = PendingEntries(self, holder)
         self.background = Background()
         self.engines: list[Engine] = []
-        # Requests that wait for an executor or for a trial to end, in order, with what they have put out so far.
-        self._lobby: dict[RequestId, tuple[LiveRequest, Standing]] = {}
-        # Which engine has the sequences of a request.
-        self._homes: dict[RequestId, Engine] = {}
-        self._trials = Trials(self)
+        self.placement = Placement(self)
         self._searches = Searches(self)
         self._deadlines = Deadlines(self._expire)
         self.backlog = Backlog()
@@ -112,28 +107,12 @@ class SchedulerService:
             self.end_choices(live, choices, EndReason.ABORT, None, complete=record.reason == "stop_string")
         return True
 
-    def place(self, live: LiveRequest, standing: Standing) -> None:
-        """Let a request run where it may, or wait until it may."""
-        if live.open <= live.ending:
-            return
-        engine = self._trials.engine_for(live.record)
-        if engine is None:
-            self._lobby[live.record.id] = (live, standing)
-            return
-        problem = why_unservable(live.record, engine.info.vocab_size)
-        try:
-            if problem is None:
-                self._start(live, engine, standing)
-        except NeverFitsError as error:
-            problem = Problem(str(error), 400, "BadRequestError", "context_length_exceeded", "input_tokens")
-        if problem is not None:
-            live.suspend()
-            self.end_choices(live, set(live.open), EndReason.ERROR, problem)
-            return
-        self._homes[live.record.id] = engine
-        self.pump(engine)
+    def start(self, live: LiveRequest, engine: Engine, standing: Standing) -> None:
+        """Let a request run on an engine.
 
-    def _start(self, live: LiveRequest, engine: Engine, standing: Standing) -> None:
+        Raises:
+            NeverFitsError: the executor has no room for it.
+        """
         if live.record.sampling.beam_width:
             self._searches.start(live, engine, standing)
             return
@@ -155,18 +134,20 @@ class SchedulerService:
 
         ``complete``: they are as long as they would have become.
         """
-        engine = self._homes.get(live.record.id)
+        engine = self.placement.engine_of(live.record.id)
         fenced = choices - live.ending
+        # What it tells of how long outputs become.
+        lesson = EndReason.STOP if complete else reason
         first = b""
         if live.beams is not None:
-            first = self._searches.let_go(live, fenced, reason, engine)
+            first = self._searches.let_go(live, fenced, reason, lesson, engine)
         elif engine is not None:
             for sequence in live.sequences:
                 if sequence.choice not in fenced:
                     continue
                 if engine.core.abort(sequence):
                     self.observer.left(sequence, reason)
-                    self.backlog.learn(sequence, EndReason.STOP if complete else reason)
+                    self.backlog.learn(sequence.num_outputs, lesson)
                 else:
                     # Computed already; its own end is on its way into the log.
                     fenced.discard(sequence.choice)
@@ -192,9 +173,7 @@ class SchedulerService:
         finished = self.live.close(request_id, choice)
         if finished is not None:
             self._deadlines.forget(request_id)
-            self._lobby.pop(request_id, None)
-            self._homes.pop(request_id, None)
-            self._acquit(request_id)
+            self.placement.forget(request_id)
             self.background.spawn(self.pending.finish(finished.entry_id, finished.record))
 
     # --- executors ---
@@ -264,19 +243,7 @@ class SchedulerService:
             config.max_concurrency,
             config.max_model_len,
         )
-        self._rearrange()
-
-    def _rearrange(self) -> None:
-        """An executor has come, or a trial begins or is over: whoever waited for that may go."""
-        self._trials.hold()
-        waiting, self._lobby = self._lobby, {}
-        for live, standing in waiting.values():
-            self.place(live, standing)
-
-    def _acquit(self, request_id: RequestId) -> None:
-        """A request has ended: if it was the last one on trial, the others may go on."""
-        if self._trials.forget(request_id):
-            self._rearrange()
+        self.placement.rearrange()
 
     def detach(self, engine: Engine, why: str, *, blame: bool = True) -> None:
         """An executor is gone, or its epoch is over: its requests resume elsewhere, or on the next that attaches.
@@ -288,19 +255,17 @@ class SchedulerService:
         logger.log(logging.WARNING if blame else logging.INFO, "executor %s %s", engine.info.name, why)
         self.engines.remove(engine)
         self.observer.epoch_over(engine.core.epoch)
-        lives = [live for live in self.live if self._homes.get(live.record.id) is engine]
-        given_up = self._trials.failed(engine, lives) if blame else []
-        for live in lives:
-            self._homes.pop(live.record.id, None)
+        rest, given_up = self.placement.evict(engine, blame=blame)
+        for live in (*rest, *given_up):
             for sequence in live.sequences:
                 self.observer.left(sequence, EndReason.NONE)
             live.suspend()
         for live in given_up:
             problem = Problem(f"The request failed repeatedly: its executor {why}")
             self.end_choices(live, set(live.open), EndReason.ERROR, problem)
-        if rest := [live for live in lives if live not in given_up]:
+        if rest:
             self.background.spawn(self.resume(rest))
-        self._rearrange()
+        self.placement.rearrange()
 
     async def resume(self, lives: list[LiveRequest]) -> None:
         """Give requests a new attempt each: fence, read, go on from there."""
@@ -321,7 +286,7 @@ class SchedulerService:
                 self.close(live.record.id, choice)
             if self.live.get(live.record.id) is live:
                 outputs = {c: tokens for c, tokens in resumption.outputs.items() if c in live.open}
-                self.place(live, Standing(outputs, resumption.beams))
+                self.placement.place(live, Standing(outputs, resumption.beams))
 
     def take_result(self, engine: Engine, result: StepResult) -> None:
         """A step is done on an executor."""
@@ -331,8 +296,7 @@ class SchedulerService:
         # The next plan first: everything else can wait behind the forward pass.
         planned = engine.pump()
         engine.core.tidy()
-        if self._trials.judge(engine):
-            self._rearrange()
+        self.placement.judge(engine)
         self._searches.happened(engine, acknowledged.events)
         self.observer.acknowledged(epoch, result.step)
         self.observer.happened(acknowledged.events + planned, epoch)
@@ -381,7 +345,7 @@ class SchedulerService:
 
     def exposition(self) -> bytes:
         """Metrics in Prometheus' text format."""
-        return self.metrics.exposition(self.engines, len(self._lobby), self.limits())
+        return self.metrics.exposition(self.engines, self.placement.num_waiting, self.limits())
 
     @property
     def busy(self) -> bool:

@@ -75,7 +75,8 @@ def _check_numbered(job: tuple[int, str]) -> Result:
 
 def run(jobs: Iterable[tuple[int, str]], workers: int) -> Iterator[Result]:
     """Results in the order of ``jobs`` (number of the case, target), each printed when it is there."""
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    # Nothing has run a thread yet, and to import torch and Triton takes longer than to compile a case.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         for result in pool.map(_check_numbered, jobs):
             print(result.line(), flush=True)
             yield result

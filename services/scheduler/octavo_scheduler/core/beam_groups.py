@@ -218,8 +218,12 @@ class BeamGroups:
                 self._core.waiting.remove(sequence)
                 sequence.state = State.IDLE
             event = sequence.beams.answer(sequence, candidates)
-            if event is not None:
-                self._core.note(BeamStep(sequence.beams, event))
+            if event is None:
+                continue
+            if event.end:
+                # Of all its hypotheses: they have run for as long as it has.
+                self._core.forecast.observe(event.position + 1)
+            self._core.note(BeamStep(sequence.beams, event))
 
     def idle(self) -> list[Sequence]:
         """Members that hold a slot and wait for siblings that are still to be computed."""

@@ -27,7 +27,11 @@ MOMENTS = 16
 
 
 class LengthForecast:
-    """Output lengths of the last ``WINDOW`` sequences that ended by themselves, in a pool of ``pool_tokens``."""
+    """Output lengths of the last ``WINDOW`` sequences that ended by a token or their limit, in a pool of ``pool_tokens``.
+
+    A window of plain lengths, since the question is how much longer one becomes that is so long already, however long;
+    ``octavo_scheduler.backlog`` asks how long a new one becomes below any limit, and takes in those that were cut as well.
+    """
 
     def __init__(self, pool_tokens: int = 2 * GUESS) -> None:
         self._horizon = MEMORY * pool_tokens

@@ -379,7 +379,7 @@ class Scheduler:
             return
         self._withdraw(sequence)
         if reason in (EndReason.STOP, EndReason.LENGTH):
-            self.forecast.observe(len(sequence.tokens) - sequence.output_start)
+            self.forecast.observe(sequence.num_outputs)
         self._end(sequence)
         self.note(Ended(sequence, step, reason))
 

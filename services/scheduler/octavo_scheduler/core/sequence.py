@@ -102,6 +102,11 @@ class Sequence:
         return self.record.sampling
 
     @property
+    def num_outputs(self) -> int:
+        """Output tokens it has, as far as they are known; while it has no slot."""
+        return len(self.tokens) - self.output_start
+
+    @property
     def reads_cache(self) -> bool:
         """Log-probabilities of the prompt need every position computed, unless they have been delivered."""
         return self.sampling.prompt_logprobs is None or len(self.tokens) > self.output_start
