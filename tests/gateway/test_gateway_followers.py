@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import httpx
 import pytest
 from gateway_stage import Reply, Stage, eventually, read_events, second_gateway
 from test_gateway_log import samples
+from test_gateway_rates import ask, bearer, record, write
 from test_gateway_resume import begin, stream_id, told
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
@@ -95,3 +97,27 @@ def test_copies_are_not_counted(make_stage: MakeStage) -> None:
         assert found["vllm:request_generation_tokens_count"] == found["vllm:request_params_n_count"] == 1
         assert found["vllm:time_to_first_token_seconds_count"] == found["vllm:e2e_request_latency_seconds_count"] == 1
         assert found['vllm:request_success_total{finished_reason="length"}'] == 1
+
+
+def test_what_is_followed_elsewhere_is_paid_for(make_stage: MakeStage, tmp_path: Path) -> None:
+    """Whoever hangs up gets back what was not made; not if it is made for somebody at another gateway."""
+    path = write(tmp_path / "keys.toml", record("k", tokens_per_minute=60))
+    gate = threading.Event()
+    many = {"prompt": [5] * 10, "max_tokens": 200, "stream": True}
+    with make_stage(api_key_file=path) as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply([70] * 200, gate=gate, before_gate=5)
+        with stage.client.stream("POST", "/v1/completions", json=many, headers=bearer("k")) as one:
+            reading = one.iter_text()
+            text = next(reading)
+            name = stream_id(read_events(text[: text.rindex("\n\n") + 2]))
+            with other.client.stream("GET", f"/v1/streams/{name}", headers=bearer("k")) as two:
+                follows = two.iter_text()
+                text = next(follows)
+                one.close()
+                eventually(lambda: stage.server.gateway.reader.live == 0, "the gateway has noticed")
+                gate.set()
+                text += "".join(follows)
+        assert told(read_events(text))[0][2] == ("length", None)
+        for gateway in (stage, other):
+            eventually(lambda gateway=gateway: not gateway.server.gateway.rates._settling, "it is settled")  # type: ignore[misc]
+        assert ask(other, "k").status_code == 429
