@@ -55,9 +55,11 @@ class Answer(Response):
         span: Span | None,
         position: Position | None = None,
         is_copy: bool = False,
+        pays: bool = False,
     ) -> None:
         """``position``: a client that has reconnected knows so much already. ``is_copy``: another client has been given, or is
-        being given, the same from its beginning; what is made for both counts in the metrics once.
+        being given, the same from its beginning; what is made for both counts in the metrics once. ``pays``: what is told
+        beyond ``position`` has not been paid for.
         """
         # Starlette's constructor would render a body; there is none yet.
         self.background = None
@@ -65,6 +67,7 @@ class Answer(Response):
         self._gateway = gateway
         self._metrics = gateway.metrics
         self._counts = not is_copy
+        self._pays = pays
         self._watcher = submission.watcher
         self._records = submission.records
         self._ticket = submission.ticket
@@ -314,6 +317,9 @@ class Answer(Response):
             # Who may come back has paid for what is still to be made; coming back costs nothing, nor does following with others.
             least = self._charge.tokens if left and (grace_s or heir is not None) else 0
             self._gateway.rates.settle(self._charge, max(least, self._cost_tokens()))
+        elif self._pays:
+            told = sum(self._position.of(slot.index).tokens for slot in self._slots.values())
+            self._gateway.rates.settle(self._charge, max(0, self._made_tokens() - told))
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:
@@ -321,8 +327,10 @@ class Answer(Response):
 
     def _cost_tokens(self) -> int:
         """Tokens that count against the key's rate: of the prompts, and all that were made so far."""
-        made = sum(len(slot.fold.tokens) for slot in self._slots.values() if slot.fold is not None)
-        return sum(len(record.prompt) for record in self._records) + made
+        return sum(len(record.prompt) for record in self._records) + self._made_tokens()
+
+    def _made_tokens(self) -> int:
+        return sum(len(slot.fold.tokens) for slot in self._slots.values() if slot.fold is not None)
 
     def _returned(self, record: RequestRecord) -> int:
         return self._presentation.returned or record.n
