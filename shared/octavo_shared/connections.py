@@ -101,12 +101,21 @@ class _Checked:
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """A transport that has been closed meanwhile is a lost connection like any other.
 
-        uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
+        uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with. And a task that is cancelled while it
+        sends is cancelled: the client sends within ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that
+        comes when it has just been done (bugs.python.org/issue42130).
         """
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
         try:
             await super().send_packed_command(command, check_health)  # type: ignore[misc]
         except RuntimeError as error:
             raise RedisConnectionError(str(error)) from error
+        if task.cancelling() > cancelled:
+            # Nobody will read the answer.
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
 
 
 class _PatientPool(redis.asyncio.BlockingConnectionPool):
