@@ -339,6 +339,23 @@ def test_another_server_has_another_run_id(run: Run) -> None:
     run(scenario)
 
 
+def test_a_reader_that_is_cancelled_at_any_moment_ends(run: Callable[[Scenario], None]) -> None:
+    async def scenario(s: Streams) -> None:
+        async def read() -> None:
+            while True:
+                await s.read_log("g", "0-0", block_ms=100)
+
+        for moment in range(300):
+            reader = asyncio.create_task(read())
+            for _ in range(moment // 5):
+                await asyncio.sleep(0)
+            reader.cancel()
+            await asyncio.wait([reader], timeout=5)
+            assert reader.cancelled(), "it goes on reading, and keeps a connection to itself"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("protocol", ["2", "3"])
 def test_who_stays_in_one_life_of_redis_says_nothing_in_another(tmp_path: Path, protocol: str) -> None:
     server = LogServer(tmp_path).start()
