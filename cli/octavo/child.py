@@ -113,7 +113,8 @@ class Child:
         self._kill_group()
         if self._reader is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reader, _OUTPUT_GRACE_S)
+                async with asyncio.timeout(_OUTPUT_GRACE_S):
+                    await self._reader
             self._reader = None
         if self._transport is not None:
             self._transport.close()
@@ -127,7 +128,8 @@ class Child:
         if not self._ended.done():
             self._process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(asyncio.shield(self._ended), self.spec.stop_timeout_s)
+                async with asyncio.timeout(self.spec.stop_timeout_s):
+                    await asyncio.shield(self._ended)
             except TimeoutError:
                 self._show_line(self.spec.name, f"did not stop within {self.spec.stop_timeout_s:g} s; killing it")
                 self.kill()

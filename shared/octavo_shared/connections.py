@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -23,7 +24,37 @@ def connect(url: str) -> redis.asyncio.Redis:
     # A connection over a unix socket refuses this option outright.
     keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
     pool = _PatientPool.from_url(url, max_connections=MAX_CONNECTIONS, maint_notifications_config=quiet, **keepalive)
-    return redis.asyncio.Redis.from_pool(pool)
+    return _Client.from_pool(pool)
+
+
+def connect_blocking(url: str, timeout_s: float) -> redis.Redis:
+    """A client for code that has threads instead of an event loop; no operation takes longer than ``timeout_s``."""
+    return _BlockingClient.from_url(url, socket_timeout=timeout_s)
+
+
+class _Discreet:
+    """Mixed into a pipeline class: its errors do not show the command, which may hold what clients have said."""
+
+    def annotate_exception(self, exception: Exception, number: int, command: Any) -> None:
+        """An error's message is Redis' own."""
+
+
+class _Pipeline(_Discreet, redis.asyncio.client.Pipeline):  # type: ignore[misc]
+    pass
+
+
+class _BlockingPipeline(_Discreet, redis.client.Pipeline):
+    pass
+
+
+class _Client(redis.asyncio.Redis):
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> _Pipeline:
+        return _Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+
+class _BlockingClient(redis.Redis):
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> _BlockingPipeline:
+        return _BlockingPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
 
 class OtherLifeError(RedisConnectionError):
@@ -70,12 +101,21 @@ class _Checked:
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """A transport that has been closed meanwhile is a lost connection like any other.
 
-        uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with.
+        uvloop raises RuntimeError then, which nobody who speaks to Redis reckons with. And a task that is cancelled while it
+        sends is cancelled: the client sends within ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that
+        comes when it has just been done (bugs.python.org/issue42130).
         """
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
         try:
             await super().send_packed_command(command, check_health)  # type: ignore[misc]
         except RuntimeError as error:
             raise RedisConnectionError(str(error)) from error
+        if task.cancelling() > cancelled:
+            # Nobody will read the answer.
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
 
 
 class _PatientPool(redis.asyncio.BlockingConnectionPool):

@@ -100,6 +100,14 @@ redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
 return 1
 """
 
+# KEYS: a log. Takes away what stands in its place and is no stream; returns 1 if there was such a thing.
+CLEAR = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind == 'stream' or kind == 'none' then return 0 end
+redis.call('UNLINK', KEYS[1])
+return 1
+"""
+
 # KEYS: a log, requests of it that are over. ARGV: the last entry a snapshot knows of, the snapshot ('' = nothing is left),
 # the final state of each of the requests. What the snapshot does not know of is put behind it once more, so that a log
 # that grows all the time can be trimmed as well as one at rest. Returns the id of the snapshot, or '' without one.

@@ -14,8 +14,9 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -36,6 +37,8 @@ from octavo_shared.fold import LogEvent
 from octavo_shared.ids import RequestId
 from octavo_shared.keys import Keys
 from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord
+
+logger = logging.getLogger(__name__)
 
 GROUP = "scheduler"
 FIELD = b"e"
@@ -81,6 +84,7 @@ class Streams:
         self._look_up = client.register_script(scripts.LOOK_UP)
         self._adopt = client.register_script(scripts.ADOPT)
         self._abort = client.register_script(scripts.ABORT)
+        self._clear = client.register_script(scripts.CLEAR)
         self._trim = client.register_script(scripts.TRIM)
         self._next_term = client.register_script(scripts.NEXT_TERM)
         self._take = client.register_script(scripts.TAKE)
@@ -258,11 +262,30 @@ class Streams:
 
     async def append_log(self, log: str, entry: bytes) -> None:
         """Append an encoded entry to a log."""
-        await self.client.xadd(self.keys.log(log), {FIELD: entry})
+        await self._on_log(log, lambda key: self.client.xadd(key, {FIELD: entry}))
+
+    async def log_length(self, log: str) -> int:
+        """Entries of a log."""
+        return int(await self._on_log(log, self.client.xlen))
+
+    async def _on_log(self, log: str, operation: Callable[[str], Awaitable[Any]]) -> Any:
+        """Do something with a log; if what stands in its place is no stream, without that.
+
+        It cannot be ours, and while it stands there nobody's tokens get past it (rule L3).
+        """
+        key = self.keys.log(log)
+        try:
+            return await operation(key)
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            if await self._clear(keys=[key]):
+                logger.error("what stood in the place of log %s was no stream; it is gone", log)
+            return await operation(key)
 
     async def read_log(self, log: str, after: str, *, block_ms: int | None = None, count: int = 256) -> LogPage:
         """Events after an entry id; waits up to ``block_ms`` for the first one (None: not at all)."""
-        reply = await self.client.xread({self.keys.log(log): after}, count=count, block=block_ms)
+        reply = await self._on_log(log, lambda key: self.client.xread({key: after}, count=count, block=block_ms))
         events: list[LogEvent] = []
         malformed = 0
         for entry_id, payload in _entries(reply):

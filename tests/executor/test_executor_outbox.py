@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 from log_server import LogServer
 
 from octavo_executor.outbox import Outbox, StepAppend
 from octavo_shared.fold import LogFold
 from octavo_shared.ids import RequestId
+from octavo_shared.keys import Keys
 from octavo_shared.plan import OutputRow
 from octavo_shared.streams import Streams
 
@@ -82,6 +84,23 @@ def test_a_restarted_redis_is_told_again(server: Server, loses: bool, busy: bool
         assert time.monotonic() < deadline, server.tokens()
         time.sleep(0.05)
     assert outbox.close(WAIT_S)
+
+
+def test_what_is_in_the_way_is_logged_without_what_was_to_be_said(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        client.set(Keys("m").log("g"), "x")
+        outbox = Outbox(server.url, "m", "e", 64, logged=lambda epoch, step: None, broken=lambda: None)
+        outbox.put(step(1))
+        deadline = time.monotonic() + WAIT_S
+        while "1 steps wait" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        client.delete(Keys("m").log("g"))
+    assert outbox.close(WAIT_S)
+    assert server.tokens() == [101]
+    assert "XADD" not in caplog.text
 
 
 def test_a_full_outbox_waits_and_loses_nothing(server: Server) -> None:

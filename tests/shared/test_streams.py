@@ -13,8 +13,9 @@ import pytest
 import redis
 import uvloop
 from log_server import LogServer, debians_redis, log_server
+from redis.exceptions import ResponseError
 
-from octavo_shared.connections import OtherLifeError
+from octavo_shared.connections import OtherLifeError, connect_blocking
 from octavo_shared.entries import decode_request, encode_fences, encode_snapshot, encode_tokens
 from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt, RequestId
@@ -115,6 +116,46 @@ def test_no_tenant_can_spell_anothers_idempotency_key(run: Run) -> None:
             assert await s.admit(record(serial, tenant=tenant, idempotency_key=key)) == RequestId("g", serial)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("kind", ["string", "list", "hash"])
+def test_what_is_no_log_goes(run: Run, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(s: Streams) -> None:
+        async def spoil() -> None:
+            key = s.keys.log("g")
+            await s.client.delete(key)
+            words = {"string": ("SET", key, "x"), "list": ("RPUSH", key, "x"), "hash": ("HSET", key, "a", "b")}
+            await s.client.execute_command(*words[kind])
+
+        await s.append_log("g", encode_fences([FenceEvent(1, 0, Attempt(1, 1))]))
+        assert await s.log_length("g") == 1
+        await spoil()
+        await s.append_log("g", encode_fences([FenceEvent(1, 0, Attempt(1, 2))]))
+        assert len((await s.read_log("g", "0")).events) == 1
+        await spoil()
+        assert (await s.read_log("g", "0")).events == []
+        await spoil()
+        assert await s.log_length("g") == 0
+
+    run(scenario)
+    assert caplog.text.count("was no stream") == 3
+
+
+def test_errors_do_not_show_what_was_said(run: Run, url: str) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.client.set("text", "x")
+        async with s.client.pipeline(transaction=False) as pipe:
+            pipe.xadd("text", {FIELD: "what a client has said"})
+            with pytest.raises(ResponseError, match="WRONGTYPE") as error:
+                await pipe.execute()
+        assert "client" not in str(error.value)
+
+    run(scenario)
+    with connect_blocking(url, 5) as client, client.pipeline(transaction=False) as pipe:
+        pipe.xadd("text", {FIELD: "what a client has said"})
+        with pytest.raises(ResponseError, match="WRONGTYPE") as error:
+            pipe.execute()
+        assert "client" not in str(error.value)
 
 
 def test_a_rush_waits_for_connections(run: Run, url: str) -> None:
@@ -294,6 +335,23 @@ def test_another_server_has_another_run_id(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         assert len(await s.run_id()) == 40
         assert await s.run_id() == await s.run_id()
+
+    run(scenario)
+
+
+def test_a_reader_that_is_cancelled_at_any_moment_ends(run: Callable[[Scenario], None]) -> None:
+    async def scenario(s: Streams) -> None:
+        async def read() -> None:
+            while True:
+                await s.read_log("g", "0-0", block_ms=100)
+
+        for moment in range(300):
+            reader = asyncio.create_task(read())
+            for _ in range(moment // 5):
+                await asyncio.sleep(0)
+            reader.cancel()
+            await asyncio.wait([reader], timeout=5)
+            assert reader.cancelled(), "it goes on reading, and keeps a connection to itself"
 
     run(scenario)
 

@@ -12,9 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import redis
 from redis.exceptions import RedisError
 
+from octavo_shared.connections import connect_blocking
 from octavo_shared.entries import encode_tokens
 from octavo_shared.keys import Keys
 from octavo_shared.plan import OutputRow
@@ -60,7 +60,7 @@ class Outbox:
         logged: Callable[[int, int], None],
         broken: Callable[[], None],
     ) -> None:
-        self._client = redis.Redis.from_url(url, socket_timeout=10)
+        self._client = connect_blocking(url, timeout_s=10)
         self._broken = broken
         self._keys = Keys(model)
         self._incarnation = incarnation

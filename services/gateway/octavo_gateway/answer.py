@@ -54,13 +54,20 @@ class Answer(Response):
         echo_texts: Sequence[str],
         span: Span | None,
         position: Position | None = None,
+        is_copy: bool = False,
+        pays: bool = False,
     ) -> None:
-        """``position``: a client that has reconnected knows so much already."""
+        """``position``: a client that has reconnected knows so much already. ``is_copy``: another client has been given, or is
+        being given, the same from its beginning; what is made for both counts in the metrics once. ``pays``: what is told
+        beyond ``position`` has not been paid for.
+        """
         # Starlette's constructor would render a body; there is none yet.
         self.background = None
         self.status_code = 200
         self._gateway = gateway
         self._metrics = gateway.metrics
+        self._counts = not is_copy
+        self._pays = pays
         self._watcher = submission.watcher
         self._records = submission.records
         self._ticket = submission.ticket
@@ -223,7 +230,7 @@ class Answer(Response):
                 continue
             if key[0] not in self._began:
                 self._begin(slot, now_s)
-            if count:
+            if count and self._counts:
                 self._metrics.tokens_came(view, count, self._arrival_s, now_s)
             if view.finish_reason is not None:
                 self._end(slot, choice, now_s)
@@ -269,28 +276,35 @@ class Answer(Response):
     def _end(self, slot: Slot, choice: ChoiceFold, now_s: float) -> None:
         self._open -= 1
         record = slot.record
-        self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
+        if self._counts:
+            self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
         if slot.view.stopped_by_string and not choice.end:
             # Whoever reads this comes to the same end: it does not matter who is the owner.
             self._gateway.aborts.append(AbortRecord(record.id, slot.choice, ANY_GENERATION, "stop_string"))
         self._open_by_serial[record.id.serial] -= 1
-        if not self._open_by_serial[record.id.serial]:
+        if not self._open_by_serial[record.id.serial] and self._counts:
             self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         if slot.view.problem is not None:
             self._failure = slot.view.problem
 
     def _leave(self, reason: str) -> None:
-        """Let go of the log; choices still open are aborted, at once or when nobody has come back in time."""
+        """Let go of the log; choices still open are aborted, at once or when nobody has come back in time.
+
+        Unless another client here follows the same answer: then it is that one's to give up.
+        """
         left = [record for record in self._records if self._open_by_serial[record.id.serial]]
         grace_s = 0.0 if reason == "error" else self._records[0].disconnect_grace_ms / 1000
         aborts = [AbortRecord(record.id, -1, self._watcher.generation, reason) for record in left]
-        if aborts and not self._watcher.handed_over:
+        heir = self._gateway.heir_of(self._watcher) if left and reason != "error" else None
+        if heir is not None:
+            heir.generation = max(heir.generation, self._watcher.generation)
+        elif aborts and not self._watcher.handed_over:
             if grace_s:
                 self._gateway.aborts.append_later(aborts, grace_s)
             else:
                 for abort in aborts:
                     self._gateway.aborts.append(abort)
-        if left and not grace_s:
+        if left and not grace_s and self._counts:
             now_s = time.monotonic()
             for slot in self._slots.values():
                 if slot.view.finish_reason is None:
@@ -300,9 +314,12 @@ class Answer(Response):
         self._gateway.unfollow(self._watcher)
         self._gateway.pressure.give_back(self._ticket)
         if self._position is None:
-            # Who may come back has paid for what is still to be made; coming back costs nothing.
-            least = self._charge.tokens if left and grace_s else 0
+            # Who may come back has paid for what is still to be made; coming back costs nothing, nor does following with others.
+            least = self._charge.tokens if left and (grace_s or heir is not None) else 0
             self._gateway.rates.settle(self._charge, max(least, self._cost_tokens()))
+        elif self._pays:
+            told = sum(self._position.of(slot.index).tokens for slot in self._slots.values())
+            self._gateway.rates.settle(self._charge, max(0, self._made_tokens() - told))
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:
@@ -310,8 +327,10 @@ class Answer(Response):
 
     def _cost_tokens(self) -> int:
         """Tokens that count against the key's rate: of the prompts, and all that were made so far."""
-        made = sum(len(slot.fold.tokens) for slot in self._slots.values() if slot.fold is not None)
-        return sum(len(record.prompt) for record in self._records) + made
+        return sum(len(record.prompt) for record in self._records) + self._made_tokens()
+
+    def _made_tokens(self) -> int:
+        return sum(len(slot.fold.tokens) for slot in self._slots.values() if slot.fold is not None)
 
     def _returned(self, record: RequestRecord) -> int:
         return self._presentation.returned or record.n

@@ -98,10 +98,14 @@ class Gateway:
 
     def unfollow(self, watcher: Watcher) -> None:
         """An answer is not to be told anything more."""
-        if watcher.ids[0].log == self.reader.incarnation:
-            self.reader.unfollow(watcher)
-        else:
-            self.foreign_logs.unfollow(watcher)
+        self._followers(watcher).unfollow(watcher)
+
+    def heir_of(self, watcher: Watcher) -> Watcher | None:
+        """Somebody else here who follows the same answer and is still there."""
+        return self._followers(watcher).heir_of(watcher)
+
+    def _followers(self, watcher: Watcher) -> LogReader | ForeignLogs:
+        return self.reader if watcher.ids[0].log == self.reader.incarnation else self.foreign_logs
 
     def dismiss(self) -> None:
         """End what lives: whoever may come back goes on elsewhere, the others' requests are aborted."""

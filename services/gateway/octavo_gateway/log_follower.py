@@ -70,6 +70,11 @@ class LogFollower:
             if not watchers and self._watchers.pop(request_id.serial, None) is not None:
                 self._abandoned(request_id.serial)
 
+    def heir_of(self, watcher: Watcher) -> Watcher | None:
+        """Somebody else who follows the same answer and is still there."""
+        watchers = self._watchers.get(watcher.ids[0].serial, ())
+        return next((one for one in watchers if one is not watcher and not one.is_over), None)
+
     def has_ended(self, serial: int, n: int) -> bool:
         """Whether every choice of a request has its end, as far as the log has been read."""
         return all(self._fold.get(serial, index).end for index in range(n))

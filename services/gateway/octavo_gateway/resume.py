@@ -93,6 +93,8 @@ async def resume(
     watcher.records = records
     _follow(gateway, watcher, standings)
     submission = Submission(records, watcher, 0, Charge(caller))
+    # Whoever was to hang up gets back what it had paid for the rest, and does not know that somebody follows it elsewhere.
+    pays = records[0].id.log != gateway.reader.incarnation and not records[0].disconnect_grace_ms
     return Answer(
         gateway,
         submission,
@@ -101,6 +103,8 @@ async def resume(
         echo_texts=[read_note(record)[1] for record in records],
         span=request.scope.get("octavo.span"),
         position=position or Position(stream, ()),
+        is_copy=position is None,
+        pays=pays and any(standing.is_owed for standing in standings),
     )
 
 

@@ -103,7 +103,7 @@ class OrphanWatch:
 
     async def _put_away(self, log: str, *, whole: bool) -> None:
         """Save the ends of what is over and trim the log; with ``whole`` all is over, and the log goes."""
-        length = await self._streams.client.xlen(self._streams.keys.log(log))
+        length = await self._streams.log_length(log)
         if length == 0 and not whole:
             return
         if length > (0 if whole else LONG_LOG):

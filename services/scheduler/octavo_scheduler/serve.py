@@ -159,7 +159,8 @@ class SchedulerProcess:
                 logger.info("%s", reason)
                 said = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), RETRY_S)
+                async with asyncio.timeout(RETRY_S):
+                    await stop.wait()
         return False
 
     async def _keep_lease(self, term: int) -> None:
