@@ -144,13 +144,17 @@ redis.call('SET', KEYS[1], string.format('%.0f', term))
 return term
 """
 
-# Take a lease that is free or one's own already: the answer to an earlier try may have been lost.
+# Take a lease that is free or one's own already: the answer to an earlier try may have been lost. What never runs out is none,
+# whoever put it there; nobody would ever be the scheduler again.
 TAKE = """
+if redis.call('PTTL', KEYS[1]) == -1 then redis.call('UNLINK', KEYS[1]) end
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 
 # Renew or release a lease, but only one's own.
-RENEW = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
-RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"
+RENEW = (
+    "if redis.pcall('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
+)
+RELEASE = "if redis.pcall('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"

@@ -586,6 +586,20 @@ def test_models_do_not_see_each_other(run: Run, url: str) -> None:
 # --- leases, terms, what is published ---------------------------------------------------------------------------------
 
 
+def test_what_never_runs_out_is_no_lease(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        key = s.keys.lease
+        for junk in (s.client.set(key, "somebody"), s.client.hset(key, "a", "b"), s.client.xadd(key, {"a": "b"})):
+            await junk
+            assert not await s.renew_lease(key, "one", 30)
+            await s.release_lease(key, "one")
+            assert await s.take_lease(key, "one", 30)
+            assert not await s.take_lease(key, "two", 30)
+            await s.release_lease(key, "one")
+
+    run(scenario)
+
+
 def test_a_lease_has_one_holder(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         key = s.keys.lease
