@@ -382,7 +382,7 @@ def test_a_replaced_scheduler_stands_by_and_comes_back(valkey: str, tmp_path: Pa
         await stage.until(lambda: _true(stage.process.service is not None))
         keys = stage.streams.keys
         # Somebody else took the lease while this one stood still, and a term with it.
-        await stage.streams.client.set(keys.lease, "other")
+        await stage.streams.client.set(keys.lease, "other", px=60_000)
         term = await stage.streams.next_term()
         await stage.admit(1)
         await asyncio.sleep(1.5)
