@@ -25,12 +25,15 @@ class Pair:
         self.standby = self._start(1)
         wait_until(lambda: services.said("scheduler", "standing by") == 1, READY_TIMEOUT_S)
         self._free = 0
+        self._terms = 1
 
     def _start(self, number: int) -> Process:
         return self._services.scheduler(number, "--scheduler-lease-s", str(LEASE_S))
 
     def replace_active(self) -> None:
-        """The active one is gone: the standby is active now, and a new one stands by."""
+        """The active one is gone: the standby becomes active, and then a new one stands by, which could else be faster."""
+        wait_until(lambda: self._services.said("scheduler", "scheduler term ") > self._terms, 30, "the takeover")
+        self._terms = self._services.said("scheduler", "scheduler term ")
         self.active, self.standby = self.standby, self._start(self._free)
         self._free = 1 - self._free
 
