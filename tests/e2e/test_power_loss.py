@@ -60,6 +60,7 @@ class FrailRedis(LogServer):
         self.stop(kill=True)
         moment = time.monotonic() - lost_s
         lost = self.forget(max(size for at, size in self._sizes if at <= moment))
+        # It stays away: others have to notice.
         time.sleep(DARK_S)
         self.start()
         return lost

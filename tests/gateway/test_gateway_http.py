@@ -27,6 +27,7 @@ def said(stage: Stage, parts: list[bytes]) -> list[tuple[int, dict[str, Any]]]:
     with socket.create_connection(("127.0.0.1", stage.server.port), timeout=60) as link:
         for part in parts:
             link.sendall(part)
+            # So that each comes by itself, as from a client that sends it so.
             time.sleep(0.01)
         heard = b"".join(iter(lambda: link.recv(65536), b""))
     answers = []

@@ -97,6 +97,7 @@ class Outbox:
         try:
             self._append_forever()
         except Exception:
+            # Whatever it was, a thread that ended unnoticed would leave every step waiting for ever.
             logger.exception("the outbox is broken")
             with self._changed:
                 self._closed = True
@@ -121,6 +122,7 @@ class Outbox:
             except (RedisError, OSError) as error:
                 logger.warning("%d steps wait for the log (%s)", len(batch), error)
                 self._asked_s = 0.0
+                # Nothing that could come meanwhile helps: only Redis does, and it says nothing when it is back.
                 time.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
                 continue
