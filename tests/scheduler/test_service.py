@@ -625,7 +625,12 @@ def test_an_executor_that_measured_nonsense_is_refused(valkey: str, tmp_path: Pa
 
 def test_a_first_step_that_hangs_is_told_from_a_long_one_by_what_was_measured(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
-        fast = (MeasuredStep(0, 1, 0.01), MeasuredStep(0, 8, 0.02), MeasuredStep(16, 1, 0.03), MeasuredStep(64, 1, 0.09))
+        fast = (
+            MeasuredStep(0, 1, 0.01),
+            MeasuredStep(0, 8, 0.02),
+            MeasuredStep(16, 1, 0.03),
+            MeasuredStep(64, 1, 0.09),
+        )
         slow = tuple(MeasuredStep(step.prompt_tokens, step.sequences, 100 * step.seconds) for step in fast)
         for serial, (name, measured) in enumerate((("fast", fast), ("slow", slow)), 1):
             async with stage.executor(name=name, incarnation=f"{name}-1", measured=measured) as executor:
