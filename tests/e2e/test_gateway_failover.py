@@ -197,10 +197,10 @@ def test_when_all_have_left_or_died_the_request_ends(start_cluster: Callable[...
         two.read(second, events=3)
         cluster.gateways[0].kill()
         begun.result(60)
-    wait_until(cluster.is_idle)
     assert not one.done
     assert not two.done
-    assert "nobody has reconnected to request" in scheduler_log(cluster)
+    wait_until(lambda: "nobody has reconnected to request" in scheduler_log(cluster))
+    wait_until(cluster.is_idle)
 
 
 def scheduler_log(cluster: Cluster) -> str:
