@@ -136,7 +136,7 @@ class RequestRecord:
         return tuple(RequestId(self.id.log, serial) for serial in range(first, first + self.places))
 
 
-# Of whoever says what any owner would.
+# Of whoever says what anybody would who follows the request.
 ANY_GENERATION = (1 << 32) - 1
 
 
