@@ -170,7 +170,8 @@ class Engine:
                 after = entry_id
                 assert abort is not None
                 await self._streams.delete_aborts([entry_id])
-                if abort.new_owner:
+                (followers,) = await self._streams.followers([abort.request_id])
+                if abort.new_owner or abort.owner_generation < followers.generation:
                     continue
                 self.aborts.append(abort)
                 for live in self._live.get((abort.request_id.log, abort.request_id.serial), []):

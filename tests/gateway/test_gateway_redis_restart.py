@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -264,6 +265,33 @@ def test_who_is_waited_for_is_not_forgotten(tmp_path: Path, tokenizer: ModelToke
                 eventually(lambda: asyncio.run(gateways(stage)) == before, "it has said so again")
     finally:
         redis.stop()
+
+
+@pytest.mark.parametrize("first_leaves", [False, True])
+def test_who_leaves_while_redis_is_away_takes_nothing_from_those_at_another_gateway(
+    redis: LogServer, tokenizer: ModelTokenizer, first_leaves: bool
+) -> None:
+    ids = tokenizer.encode([TEXT], add_special_tokens=False)[0]
+    gate = threading.Event()
+    with open_stage(redis.url, "m", drain_timeout_s=0) as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply(ids, gate=gate, before_gate=7)
+        with stage.client.stream("POST", "/v1/completions", json=BODY) as first:
+            parts = first.iter_text()
+            text = next(parts)
+            name = json.loads(read_events(text[: text.rindex("\n\n") + 2])[0].data)["id"]
+            with other.client.stream("GET", f"/v1/streams/{name}") as second:
+                clients = [(stage, first, chain([text], parts)), (other, second, second.iter_text())]
+                (_, goes, _), (stays_at, _, stays) = clients if first_leaves else clients[::-1]
+                redis.stop()
+                goes.close()
+                redis.start()
+                its_gateway = {stays_at.server.gateway.reader.incarnation}
+                eventually(lambda: asyncio.run(gateways(stage)).keys() == its_gateway, "it is said who is left")
+                with Engine(redis.url, "m", takes_over=True) as engine:
+                    engine.reply = lambda record, choice: Reply(ids)
+                    ((whole, _, end, _),) = told(read_events("".join(stays))).values()
+                assert (whole, end) == (TEXT, ("length", None))
+                assert not engine.aborts
 
 
 def test_who_follows_elsewhere_is_not_forgotten(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
