@@ -1,0 +1,100 @@
+"""When a newcomer's first token can be expected, from what the scheduler publishes and what this gateway has let in."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from octavo_shared.records import ModelLimits
+
+# Plans that an executor has when a request comes: the one it works on and the next.
+PLANS_BEFORE = 2
+# Prompts after which an observation has lost all but 1/e of its weight.
+MEMORY = 50.0
+
+
+@dataclass(slots=True)
+class _Taken:
+    """An admitted request that has not ended: when it came (monotonic seconds), and prompt tokens without a first output."""
+
+    at_s: float
+    prompt_tokens: int
+    # What its first output was expected to take if it came alone; 0 = it did not, or that is not known.
+    alone_s: float = 0.0
+
+
+class Outlook:
+    """The owner of which prompts wait for their first output, and of what was learned from those that had theirs."""
+
+    def __init__(self, log: str) -> None:
+        """``log``: what the scheduler calls this gateway's requests."""
+        self._log = log
+        self._taken: dict[int, _Taken] = {}
+        # Prompt tokens of those that wait for their first output.
+        self._own_ahead = 0
+        # What a first token takes beyond steps, as seen when nothing else ran; 0 = not known.
+        self._overhead_s = 0.0
+        # Of lately begun prompts: tokens, and those of them that had to be computed, since no cache had them.
+        self._begun_tokens = self._computed_tokens = 1.0
+
+    def take(self, ticket: int, prompt_tokens: int, limits: ModelLimits, *, overloaded: bool) -> None:
+        """A request was let in."""
+        alone = not self._taken and not self._ahead(limits) and not overloaded
+        alone_s = self._steps_s(limits, prompt_tokens) if alone else 0.0
+        self._taken[ticket] = _Taken(time.monotonic(), prompt_tokens, alone_s)
+        self._own_ahead += prompt_tokens
+
+    def began(self, ticket: int, prompt_tokens: int, cached_tokens: int) -> None:
+        """The first output of one of a request's prompts is there, of which ``cached_tokens`` had not to be computed."""
+        taken = self._taken.get(ticket)
+        if taken is None:
+            return
+        fade = 1.0 - 1.0 / MEMORY
+        self._begun_tokens = self._begun_tokens * fade + prompt_tokens
+        self._computed_tokens = self._computed_tokens * fade + prompt_tokens - cached_tokens
+        self._own_ahead -= min(prompt_tokens, taken.prompt_tokens)
+        taken.prompt_tokens -= min(prompt_tokens, taken.prompt_tokens)
+        if taken.alone_s and not taken.prompt_tokens:
+            over_s = max(time.monotonic() - taken.at_s - taken.alone_s, 0.0)
+            # What others run may have been in its way: the least that is seen counts most.
+            pace = 0.5 if over_s < self._overhead_s else 0.05
+            self._overhead_s += (over_s - self._overhead_s) * pace if self._overhead_s else over_s
+            taken.alone_s = 0.0
+
+    def forget(self, ticket: int) -> None:
+        """A request has ended. Forgetting one twice does nothing."""
+        if (taken := self._taken.pop(ticket, None)) is not None:
+            self._own_ahead -= taken.prompt_tokens
+
+    def wait_s(self, limits: ModelLimits) -> float:
+        """Seconds until a newcomer's turn."""
+        return limits.slot_wait_s + self.prompt_s(limits, self._ahead(limits))
+
+    def prompt_s(self, limits: ModelLimits, tokens: int) -> float:
+        """Seconds that all executors together take for ``tokens`` of prompts, as far as prompts usually have to be computed."""
+        return tokens * self._token_s(limits) / max(limits.executors, 1)
+
+    def alone_s(self, limits: ModelLimits, tokens: int) -> float:
+        """Seconds to the first output of a prompt of ``tokens`` tokens when nothing else runs."""
+        return self._overhead_s + self._steps_s(limits, tokens)
+
+    def first_s(self, limits: ModelLimits, tokens: int) -> float:
+        """Seconds to the first output of a newcomer's prompt of ``tokens`` tokens."""
+        prompt_s = limits.prompt_s + tokens * self._token_s(limits)
+        return self._overhead_s + self.wait_s(limits) + (PLANS_BEFORE + 1) * limits.step_s + prompt_s
+
+    def num_gateways(self, limits: ModelLimits) -> int:
+        """Gateways whose prompts wait, this one included."""
+        return len({self._log, *limits.prompts_ahead})
+
+    def _ahead(self, limits: ModelLimits) -> int:
+        """Prompt tokens to be computed before a newcomer's: of this gateway as of now, of others as the scheduler has said."""
+        return self._own_ahead + sum(tokens for log, tokens in limits.prompts_ahead.items() if log != self._log)
+
+    def _steps_s(self, limits: ModelLimits, tokens: int) -> float:
+        """Seconds of executors alone until the first output of a prompt."""
+        return limits.lone_step_s + limits.prompt_s + tokens * self._token_s(limits)
+
+    def _token_s(self, limits: ModelLimits) -> float:
+        """Seconds that a prompt token takes, cached ones included."""
+        return limits.prompt_token_s * self._computed_tokens / self._begun_tokens
