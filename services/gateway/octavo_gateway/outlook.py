@@ -13,14 +13,13 @@ PLANS_BEFORE = 2
 MEMORY = 50.0
 
 
-@dataclass(slots=True)
-class _Taken:
-    """An admitted request that has not ended: when it came (monotonic seconds), and prompt tokens without a first output."""
+@dataclass(frozen=True, slots=True)
+class _Lone:
+    """A request that came when nothing else ran: when (monotonic seconds), and what its first output is expected to take."""
 
+    ticket: int
     at_s: float
-    prompt_tokens: int
-    # What its first output was expected to take if it came alone; 0 = it did not, or that is not known.
-    alone_s: float = 0.0
+    expected_s: float
 
 
 class Outlook:
@@ -29,9 +28,12 @@ class Outlook:
     def __init__(self, log: str) -> None:
         """``log``: what the scheduler calls this gateway's requests."""
         self._log = log
-        self._taken: dict[int, _Taken] = {}
+        # Ticket of each request that has not ended to its prompt tokens without a first output.
+        self._taken: dict[int, int] = {}
         # Prompt tokens of those that wait for their first output.
         self._own_ahead = 0
+        # Who has been alone so far.
+        self._lone: _Lone | None = None
         # What a first token takes beyond steps, as seen when nothing else ran; 0 = not known.
         self._overhead_s = 0.0
         # Of lately begun prompts: tokens, and those of them that had to be computed, since no cache had them.
@@ -40,31 +42,31 @@ class Outlook:
     def take(self, ticket: int, prompt_tokens: int, limits: ModelLimits, *, overloaded: bool) -> None:
         """A request was let in."""
         alone = not self._taken and not self._ahead(limits) and not overloaded
-        alone_s = self._steps_s(limits, prompt_tokens) if alone else 0.0
-        self._taken[ticket] = _Taken(time.monotonic(), prompt_tokens, alone_s)
+        self._lone = _Lone(ticket, time.monotonic(), self._steps_s(limits, prompt_tokens)) if alone else None
+        self._taken[ticket] = prompt_tokens
         self._own_ahead += prompt_tokens
 
     def began(self, ticket: int, prompt_tokens: int, cached_tokens: int) -> None:
         """The first output of one of a request's prompts is there, of which ``cached_tokens`` had not to be computed."""
-        taken = self._taken.get(ticket)
-        if taken is None:
+        waiting = self._taken.get(ticket)
+        if waiting is None:
             return
         fade = 1.0 - 1.0 / MEMORY
         self._begun_tokens = self._begun_tokens * fade + prompt_tokens
         self._computed_tokens = self._computed_tokens * fade + prompt_tokens - cached_tokens
-        self._own_ahead -= min(prompt_tokens, taken.prompt_tokens)
-        taken.prompt_tokens -= min(prompt_tokens, taken.prompt_tokens)
-        if taken.alone_s and not taken.prompt_tokens:
-            over_s = max(time.monotonic() - taken.at_s - taken.alone_s, 0.0)
-            # What others run may have been in its way: the least that is seen counts most.
+        self._taken[ticket] = max(waiting - prompt_tokens, 0)
+        self._own_ahead -= waiting - self._taken[ticket]
+        lone = self._lone
+        if lone is not None and lone.ticket == ticket and not self._taken[ticket]:
+            over_s = max(time.monotonic() - lone.at_s - lone.expected_s, 0.0)
+            # What other gateways' requests take may have been in its way: the least that is seen counts most.
             pace = 0.5 if over_s < self._overhead_s else 0.05
             self._overhead_s += (over_s - self._overhead_s) * pace if self._overhead_s else over_s
-            taken.alone_s = 0.0
+            self._lone = None
 
     def forget(self, ticket: int) -> None:
         """A request has ended. Forgetting one twice does nothing."""
-        if (taken := self._taken.pop(ticket, None)) is not None:
-            self._own_ahead -= taken.prompt_tokens
+        self._own_ahead -= self._taken.pop(ticket, 0)
 
     def wait_s(self, limits: ModelLimits) -> float:
         """Seconds until a newcomer's turn."""

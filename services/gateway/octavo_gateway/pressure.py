@@ -103,24 +103,24 @@ class Pressure:
             ApiError: 429 when they are too much work beside what is queued, or would wait for too long; 503 when nothing can
                 be served now.
         """
-        work = work_of(prompts, samplings, n, self._limits.require())
-        tokens = sum(map(len, prompts))
+        limits = self._limits.require()
+        work, tokens = work_of(prompts, samplings, n, limits), sum(map(len, prompts))
+        if self._must_wait(limits, tokens):
+            work_s = self._outlook.prompt_s(limits, tokens) * self._outlook.num_gateways(limits)
+            self._line.came(time.monotonic(), work_s)
         self._look()
         await self._refuse_if_due(work, tokens, counts=True)
         limits = self._limits.require()
         if chars:
             fade = 1.0 - 1.0 / MEMORY
             self._seen_chars, self._seen_tokens = self._seen_chars * fade + chars, self._seen_tokens * fade + tokens
-        if self._must_wait(limits, tokens):
-            self._line.came(
-                time.monotonic(), self._outlook.prompt_s(limits, tokens) * self._outlook.num_gateways(limits)
-            )
-            if self._line.verdict is Verdict.UNKNOWN:
-                if self._doorman is None:
-                    self._doorman = asyncio.create_task(self._look_again())
-                return await self._door.hold(work, tokens)
-        elif not self._door:
-            self._end_line()
+        if not self._must_wait(limits, tokens):
+            if not self._door:
+                self._end_line()
+        elif self._line.verdict is Verdict.UNKNOWN:
+            if self._doorman is None:
+                self._doorman = asyncio.create_task(self._look_again())
+            return await self._door.hold(work, tokens)
         return self._let_in(work, tokens, limits)
 
     def began(self, ticket: int, prompt_tokens: int, cached_tokens: int) -> None:
@@ -148,11 +148,13 @@ class Pressure:
     # --- the door ---
 
     def _must_wait(self, limits: ModelLimits, tokens: int) -> bool:
-        """Whether so much is ahead of a newcomer that executors are busy without it."""
+        """Whether a newcomer comes neither soon nor is needed for executors to be busy."""
         if self._is_overloaded() or not (limits.max_queue_wait_s and limits.max_ttft_ratio and limits.step_s):
             return False
-        enough_s = (limits.max_ttft_ratio - 1.0) * self._outlook.alone_s(limits, tokens)
-        return self._outlook.wait_s(limits) > max(enough_s, (PLANS_BEFORE + 1) * limits.step_s)
+        if self._comes_soon(limits, tokens):
+            return False
+        # In a large batch steps are long, and so is what must be ahead for none of them to lack prompts.
+        return self._outlook.wait_s(limits) > (PLANS_BEFORE + 1) * limits.step_s
 
     async def _look_again(self) -> None:
         while True:
