@@ -25,8 +25,8 @@ class Line:
 
     def __init__(self) -> None:
         self.verdict = Verdict.UNKNOWN
-        # When the span under way ends; 0 = there is no line.
-        self._end_s = 0.0
+        # When it began, and when the span under way ends; 0 = there is no line.
+        self._begin_s = self._end_s = 0.0
         self._spans = 0
         # Seconds of work that came in the span under way, and in the one before it.
         self._this_s = self._last_s = 0.0
@@ -36,7 +36,8 @@ class Line:
 
     def came(self, now_s: float, work_s: float) -> None:
         """A newcomer that brings ``work_s`` seconds of work has to wait; the first one begins the line."""
-        self._end_s = self._end_s or now_s + SPAN_S
+        if not self:
+            self._begin_s, self._end_s = now_s, now_s + SPAN_S
         self.look(now_s)
         self._this_s += min(work_s, MOST_WORK_S)
 
@@ -49,6 +50,10 @@ class Line:
                 self._close_span()
                 self._end_s = max(self._end_s, now_s + SPAN_S)
         return self.verdict
+
+    def rushes(self, now_s: float) -> bool:
+        """Whether so far it looks like overload (or like a burst that has just come)."""
+        return self._last_s + self._this_s >= OVERLOAD * max(now_s - self._begin_s, SPAN_S / 4)
 
     def _close_span(self) -> None:
         self._spans += 1

@@ -7,9 +7,9 @@ queueing them would only make everybody wait. Then, until load falls, who is let
 Maurer, "Fail at Scale", ACM Queue 13(8), 2015, after CoDel.)
 
 Which of the two it is shows after a few seconds only (``Line``). Until then those that would have to wait are held at the door,
-with nothing of them queued, and who came last goes in first (adaptive LIFO, same source): executors have as much to do as they
-can, those that get in meanwhile get in soon, and the others have not waited long when all are let in, or refused. A line that goes
-on growing more slowly is overload from LASTING of ``max_queue_wait_s`` on (or from what the burst had made of it). Nobody who was
+with nothing of them queued. Some go in meanwhile, so that executors have as much to do as they can; if it looks like overload, these
+are those that came last (adaptive LIFO, same source), whose first token then comes soon, and the others have not waited long when
+all are let in, or refused. A line that goes on growing more slowly is overload from LASTING of ``max_queue_wait_s`` on (or from what the burst had made of it). Nobody who was
 let in is sent away later.
 """
 
@@ -185,8 +185,12 @@ class Pressure:
                 self._open_to(self._door.oldest, limits)
             self._burst_wait_s = self._outlook.wait_s(limits)
         else:
-            while self._door and not self._must_wait(limits, self._door.newest.prompt_tokens):
-                self._open_to(self._door.newest, limits)
+            rushes = self._line.rushes(time.monotonic())
+            while self._door:
+                next_one = self._door.newest if rushes else self._door.oldest
+                if self._must_wait(limits, next_one.prompt_tokens):
+                    return
+                self._open_to(next_one, limits)
 
     def _open_to(self, held: Held, limits: ModelLimits) -> None:
         self._door.let_in(held, self._let_in(held.work, held.prompt_tokens, limits))
