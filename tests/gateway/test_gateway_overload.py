@@ -201,7 +201,7 @@ def at_random(seed: int, rate: float, seconds: float, tokens: int = 100) -> list
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("gateways", [1, 2])
+@pytest.mark.parametrize("gateways", [1, 2, 6])
 def test_from_the_first_second_of_overload_who_is_let_in_has_its_first_token_soon(
     clock: Clock, seed: int, gateways: int
 ) -> None:

@@ -9,6 +9,8 @@ from octavo_shared.records import ModelLimits
 
 # Plans that an executor has when a request comes: the one it works on and the next.
 PLANS_BEFORE = 2
+# For how long a gateway counts whose prompts waited.
+LATELY_S = 60.0
 # Prompts after which an observation has lost all but 1/e of its weight.
 MEMORY = 50.0
 
@@ -32,6 +34,8 @@ class Outlook:
         self._taken: dict[int, int] = {}
         # Prompt tokens of those that wait for their first output.
         self._own_ahead = 0
+        # When prompts of other gateways were last seen to wait, in monotonic seconds.
+        self._others: dict[str, float] = {}
         # Who has been alone so far.
         self._lone: _Lone | None = None
         # What a first token takes beyond steps, as seen when nothing else ran; 0 = not known.
@@ -86,8 +90,11 @@ class Outlook:
         return self._overhead_s + self.wait_s(limits) + (PLANS_BEFORE + 1) * limits.step_s + prompt_s
 
     def num_gateways(self, limits: ModelLimits) -> int:
-        """Gateways whose prompts wait, this one included."""
-        return len({self._log, *limits.prompts_ahead})
+        """Gateways whose prompts were lately seen to wait, this one included."""
+        now_s = time.monotonic()
+        self._others.update({log: now_s for log in limits.prompts_ahead if log != self._log})
+        self._others = {log: seen_s for log, seen_s in self._others.items() if now_s - seen_s <= LATELY_S}
+        return 1 + len(self._others)
 
     def _ahead(self, limits: ModelLimits) -> int:
         """Prompt tokens to be computed before a newcomer's: of this gateway as of now, of others as the scheduler has said."""
