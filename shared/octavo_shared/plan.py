@@ -53,10 +53,19 @@ NO_LONGS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """How long a step took that computed so many prompt tokens and drew a token for each of so many sequences."""
+
+    prompt_tokens: int
+    sequences: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """How an executor introduces itself. Lengths are in tokens; ``block_bytes`` is one page over all layers.
 
-    ``eos_token_ids`` are the model's own ends of outputs.
+    ``eos_token_ids`` are the model's own ends of outputs; ``measured`` steps it has timed before it attached, if it has.
     """
 
     name: str
@@ -76,6 +85,7 @@ class ExecutorInfo:
     eos_token_ids: tuple[int, ...] = ()
     highest_term: int = 0
     protocol: int = PROTOCOL_VERSION
+    measured: tuple[MeasuredStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class RequestRecord:
         return tuple(RequestId(self.id.log, serial) for serial in range(first, first + self.places))
 
 
-# Of whoever says what any owner would.
+# Of whoever says what anybody would who follows the request.
 ANY_GENERATION = (1 << 32) - 1
 
 
@@ -191,9 +191,9 @@ class ModelLimits:
     # More work than this is not to be queued; 0 = no bound.
     max_queued_tokens: int = 0
     expected_outputs: tuple[float, ...] = ()
-    # What a newcomer has to expect, in seconds as learned (0 = not known): for each token of its prompt; for having one at all;
-    # of a step that computes no prompt, once it is one of those that run, and when it is alone; until there is a slot and
-    # memory for it.
+    # What a newcomer has to expect, in seconds as learned or measured (0 = not known): for each token of its prompt; for having
+    # one at all; of a step that computes no prompt, once it is one of those that run, and when it is alone; until there is a
+    # slot and memory for it.
     prompt_token_s: float = 0.0
     prompt_s: float = 0.0
     step_s: float = 0.0

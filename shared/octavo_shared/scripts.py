@@ -4,8 +4,9 @@ A request is a hash, ``request:<id>``, with these fields:
 
 * ``entry``: id of its entry in the model stream; there exactly while the request is owed an end.
 * ``record``: what stood in that entry, once it is deleted.
-* ``owner``: ``<generation> <gateway>``, once a client has reconnected; before that the generation is the record's and the
-  gateway the one that the request is named after.
+* ``followers``: ``<generation> <gateway>=<generation> ...``: the last generation that was given, then every gateway whose
+  clients follow the request, or may still come back, with the last one of its own. Not there before anybody has come or gone:
+  then it is the gateway alone that the request is named after, under generation 0.
 * ``end``: its final state as a snapshot entry, once that is no longer in the log.
 
 It has no life time while it is owed an end, and runs out by itself afterwards.
@@ -64,9 +65,9 @@ if key and redis.call('GET', key) == ARGV[7] then redis.call('PEXPIRE', key, ARG
 return 1
 """
 
-# KEYS: the model stream, the request. Returns its record, owner and end ('' where there is none), and whether it is owed one.
+# KEYS: the model stream, the request. Returns its record, followers and end ('' where there is none), and whether it is owed one.
 LOOK_UP = """
-local fields = redis.call('HMGET', KEYS[2], 'entry', 'record', 'owner', 'end')
+local fields = redis.call('HMGET', KEYS[2], 'entry', 'record', 'followers', 'end')
 local record = fields[2]
 if fields[1] then
   local entry = redis.call('XRANGE', KEYS[1], fields[1], fields[1])[1]
@@ -75,30 +76,59 @@ end
 return {record or '', fields[3] or '', fields[4] or '', fields[1] and 1 or 0}
 """
 
-# KEYS: the abort stream, each request of an answer. ARGV: the new generation, the gateway, and what to tell the scheduler
-# about each request. Returns the generation there was if it is not smaller, else 0. Requests that have ended have no owner.
-ADOPT = """
+# Of a request: the last generation given, that of one gateway's clients if it is among the followers, and the other followers.
+_FOLLOWERS = """
+local function followers(key, log, gateway)
+  local all = redis.call('HGET', key, 'followers') or '0 ' .. log .. '=0'
+  local own, others = nil, ''
+  for name, generation in string.gmatch(all, ' (%S+)=(%d+)') do
+    if name == gateway then own = tonumber(generation) else others = others .. ' ' .. name .. '=' .. generation end
+  end
+  return tonumber(string.match(all, '^%d+')) or 0, own, others
+end
+"""
+
+# KEYS: the abort stream, each request of an answer. ARGV: the new generation, the one under which the gateway's clients follow
+# them, the gateway, the log of the requests, and what to tell the scheduler about each. Returns the generation there was if it
+# is not smaller, else 0. Requests that have ended have no followers.
+FOLLOW = (
+    _FOLLOWERS
+    + """
 for i = 2, #KEYS do
-  local owner = redis.call('HGET', KEYS[i], 'owner')
-  local generation = owner and tonumber(string.match(owner, '^%d+')) or 0
-  if generation >= tonumber(ARGV[1]) then return generation end
+  local last = followers(KEYS[i], ARGV[4], ARGV[3])
+  if last >= tonumber(ARGV[1]) then return last end
 end
 for i = 2, #KEYS do
   if redis.call('HEXISTS', KEYS[i], 'entry') == 1 then
-    redis.call('HSET', KEYS[i], 'owner', ARGV[1] .. ' ' .. ARGV[2])
-    redis.call('XADD', KEYS[1], '*', 'e', ARGV[i + 1])
+    local _, own, others = followers(KEYS[i], ARGV[4], ARGV[3])
+    local generation = string.format('%.0f', math.max(own or 0, tonumber(ARGV[2])))
+    redis.call('HSET', KEYS[i], 'followers', ARGV[1] .. others .. ' ' .. ARGV[3] .. '=' .. generation)
+    redis.call('XADD', KEYS[1], '*', 'e', ARGV[i + 3])
   end
 end
 return 0
 """
+)
 
-# KEYS: the abort stream, the request. ARGV: the generation of who says so, the abort. A stale one is dropped (rule L7).
-ABORT = """
-local owner = redis.call('HGET', KEYS[2], 'owner')
-if owner and tonumber(string.match(owner, '^%d+')) > tonumber(ARGV[1]) then return 0 end
-redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
-return 1
+# KEYS: the abort stream, the request. ARGV: up to which generation the gateway's clients are gone, the gateway, the log of the
+# request, the abort, and the generation that this names. The abort is appended once nobody follows the request any more; it
+# must name the last generation (which a Redis that was restarted may have forgotten). Returns 0 when it is, -1 when somebody follows, else the generation to name.
+LEAVE = (
+    _FOLLOWERS
+    + """
+local last, own, others = followers(KEYS[2], ARGV[3], ARGV[2])
+local generation = tonumber(ARGV[1])
+if own and own > generation then return -1 end
+last = math.max(last, generation)
+if redis.call('HEXISTS', KEYS[2], 'entry') == 1 then
+  redis.call('HSET', KEYS[2], 'followers', string.format('%.0f', last) .. others)
+end
+if others ~= '' then return -1 end
+if last > tonumber(ARGV[5]) then return last end
+redis.call('XADD', KEYS[1], '*', 'e', ARGV[4])
+return 0
 """
+)
 
 # KEYS: a log. Takes away what stands in its place and is no stream; returns 1 if there was such a thing.
 CLEAR = """

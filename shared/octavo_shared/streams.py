@@ -4,7 +4,7 @@ Streams of a model (all keys carry the model as hash tag, so scripts stay within
 
 * ``requests``: the model stream, read by the scheduler through the consumer group. An entry stays pending until every
   choice of the request has its end in the log; then it is acknowledged and deleted, singly (rules L5, L6).
-* ``aborts``: who no longer wants what, and who has taken over from whom; entries are deleted once acted on (rule L7).
+* ``aborts``: what nobody wants any more, and who has come to follow what; entries are deleted once acted on (rule L7).
 * ``log:<gateway incarnation>``: the tokens and ends of that gateway's requests, trimmed only by its owner (rule L5).
 
 ``request:<id>`` are hashes (see ``octavo_shared.scripts``), ``control`` and ``control:<ask id>`` are lists (see
@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import redis.asyncio
@@ -55,13 +55,21 @@ class LogPage:
 
 
 @dataclass(frozen=True, slots=True)
+class Followers:
+    """Whose clients follow a request, or may still come back to it."""
+
+    # The last that was given: every reconnect is given a greater one.
+    generation: int
+    # For each gateway the last one of its clients.
+    gateways: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
-    """What Redis knows of a request: its record, who owns it, and its end once that is no longer in the log."""
+    """What Redis knows of a request: its record, who follows it, and its end once that is no longer in the log."""
 
     record: RequestRecord
-    # Raised by every reconnect; the gateway whose client it is ("" = the one the request is named after).
-    generation: int
-    gateway: str
+    followers: Followers
     # Its choices as they were when all had ended; empty while that is to be read from the log.
     end: tuple[LogEvent, ...]
     # It has not been acknowledged yet.
@@ -82,8 +90,8 @@ class Streams:
         self._readmit = client.register_script(scripts.READMIT)
         self._finish = client.register_script(scripts.FINISH)
         self._look_up = client.register_script(scripts.LOOK_UP)
-        self._adopt = client.register_script(scripts.ADOPT)
-        self._abort = client.register_script(scripts.ABORT)
+        self._follow = client.register_script(scripts.FOLLOW)
+        self._leave = client.register_script(scripts.LEAVE)
         self._clear = client.register_script(scripts.CLEAR)
         self._trim = client.register_script(scripts.TRIM)
         self._next_term = client.register_script(scripts.NEXT_TERM)
@@ -152,14 +160,25 @@ class Streams:
                 await self._look_up(keys=[self.keys.requests, self.keys.request(request_id)], client=pipe)
             return [_standing(reply) for reply in await pipe.execute()]
 
-    async def adopt(self, request_ids: Sequence[RequestId], generation: int, gateway: str) -> int:
-        """A client of ``gateway`` follows an answer's requests from now on: whatever an earlier owner says counts no more.
+    async def follow(self, request_ids: Sequence[RequestId], gateway: str, *, at_least: int = 0, own: int = 0) -> int:
+        """A client of ``gateway`` follows an answer's requests from now on: the others' leaving does not end them any more.
 
-        Returns 0, or the generation there is if that is not below ``generation``; then nothing has happened.
+        Returns its generation, greater than every one before and not below ``at_least``. With ``own`` a gateway says again, to
+        a Redis that may have forgotten it, that its clients follow under that one; what was said without knowing of them
+        counts no more.
         """
+        generation = max(at_least, 1)
         keys = [self.keys.aborts, *map(self.keys.request, request_ids)]
-        news = [encode_abort(AbortRecord(one, -1, generation, "adopted", new_owner=gateway)) for one in request_ids]
-        return int(await self._adopt(keys=keys, args=[generation, gateway, *news]))
+        while request_ids:
+            news = [
+                encode_abort(AbortRecord(one, -1, generation, "followed", new_owner=gateway)) for one in request_ids
+            ]
+            names = (gateway, request_ids[0].log)
+            last = int(await self._follow(keys=keys, args=[generation, own or generation, *names, *news]))
+            if not last:
+                break
+            generation = last + 1
+        return generation
 
     async def create_group(self) -> None:
         """Make the consumer group (and the stream) if they are not there."""
@@ -229,9 +248,10 @@ class Streams:
         """For each request whether it is still to be acknowledged."""
         return [entry is not None for entry in await self._fields(request_ids, "entry")]
 
-    async def owners(self, request_ids: Sequence[RequestId]) -> list[tuple[int, str] | None]:
-        """For each request its generation and whose client follows it; None where nobody has ever reconnected."""
-        return [_owner(owner) if owner else None for owner in await self._fields(request_ids, "owner")]
+    async def followers(self, request_ids: Sequence[RequestId]) -> list[Followers]:
+        """For each request who follows it."""
+        known = await self._fields(request_ids, "followers")
+        return [_followers(value, one.log) for value, one in zip(known, request_ids, strict=True)]
 
     async def _fields(self, request_ids: Sequence[RequestId], name: str) -> list[bytes | None]:
         if not request_ids:
@@ -244,9 +264,25 @@ class Streams:
     # --- aborts ---
 
     async def append_abort(self, record: AbortRecord) -> None:
-        """Say that a choice is no longer wanted, unless somebody of a later generation wants it."""
+        """Say that a choice is no longer wanted, whoever follows it."""
+        await self.client.xadd(self.keys.aborts, {FIELD: encode_abort(record)})
+
+    async def leave(self, record: AbortRecord, gateway: str) -> bool:
+        """No client of ``gateway`` up to the record's generation follows a request any more, nor may come back.
+
+        If nobody else does, the abort is appended. False: somebody does.
+        """
         keys = [self.keys.aborts, self.keys.request(record.request_id)]
-        await self._abort(keys=keys, args=[record.owner_generation, encode_abort(record)])
+        generation, said = record.owner_generation, record
+        while True:
+            names = (gateway, record.request_id.log)
+            last = int(
+                await self._leave(keys=keys, args=[generation, *names, encode_abort(said), said.owner_generation])
+            )
+            if last <= 0:
+                return last == 0
+            # Clients of other gateways had come later, and have gone before.
+            said = replace(record, owner_generation=last)
 
     async def read_aborts(self, after: bytes | str, *, block_ms: int) -> list[tuple[bytes, AbortRecord | None]]:
         """Aborts after an entry id; None stands for one that cannot be read."""
@@ -397,19 +433,22 @@ def _entries(reply: Any) -> list[tuple[bytes, bytes]]:
     return [(entry_id, (fields or {}).get(FIELD, b"")) for entry_id, fields in entries]
 
 
-def _owner(value: bytes) -> tuple[int, str]:
-    generation, _, gateway = value.decode().partition(" ")
-    return int(generation), gateway
+def _followers(value: bytes | None, log: str) -> Followers:
+    if not value:
+        return Followers(0, {log: 0})
+    generation, *gateways = value.decode().split()
+    pairs = (gateway.rsplit("=", 1) for gateway in gateways)
+    return Followers(int(generation), {name: int(own) for name, own in pairs})
 
 
 def _standing(reply: Any) -> Standing | None:
-    payload, owner, end, owed = reply
+    payload, followers, end, owed = reply
     if not payload:
         return None
     try:
         record = decode_request(payload)
-        generation, gateway = _owner(owner) if owner else (record.owner_generation, "")
-        return Standing(record, generation, gateway, tuple(decode_entry(end)) if end else (), bool(owed))
+        known = _followers(followers, record.id.log)
+        return Standing(record, known, tuple(decode_entry(end)) if end else (), bool(owed))
     except (MalformedEntryError, ValueError):
         return None
 

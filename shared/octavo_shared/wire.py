@@ -20,6 +20,7 @@ from octavo_shared.plan import (
     NO_OFFER,
     CacheOffer,
     ExecutorInfo,
+    MeasuredStep,
     NewSequence,
     PageMoves,
     PageNames,
@@ -176,7 +177,7 @@ def to_scheduler(message: FromExecutor) -> pb.ExecutorMessage:
         return pb.ExecutorMessage(
             resync=pb.Resync(epoch=message.epoch, expected_step=message.expected_step, reason=message.reason)
         )
-    return pb.ExecutorMessage(hello=pb.Hello(**{name: getattr(message, name) for name in _INFO_FIELDS}))
+    return pb.ExecutorMessage(hello=_hello_to_proto(message))
 
 
 def from_executor(message: pb.ExecutorMessage) -> FromExecutor:
@@ -200,11 +201,28 @@ def from_executor(message: pb.ExecutorMessage) -> FromExecutor:
             resync = message.resync
             return Resync(resync.epoch, resync.expected_step, resync.reason)
         if kind == "hello":
-            fields = {name: getattr(message.hello, name) for name in _INFO_FIELDS}
-            return ExecutorInfo(**fields | {"eos_token_ids": tuple(message.hello.eos_token_ids)})
+            return _hello_from_proto(message.hello)
     except (DecodeError, ValueError) as error:
         raise MalformedEntryError(str(error)) from error
     raise MalformedEntryError("an executor message of no known kind")
+
+
+def _hello_to_proto(info: ExecutorInfo) -> pb.Hello:
+    fields = {name: getattr(info, name) for name in _INFO_FIELDS}
+    fields["measured"] = [
+        pb.MeasuredStep(prompt_tokens=step.prompt_tokens, sequences=step.sequences, seconds=step.seconds)
+        for step in info.measured
+    ]
+    return pb.Hello(**fields)
+
+
+def _hello_from_proto(message: pb.Hello) -> ExecutorInfo:
+    fields = {name: getattr(message, name) for name in _INFO_FIELDS}
+    fields["eos_token_ids"] = tuple(message.eos_token_ids)
+    fields["measured"] = tuple(
+        MeasuredStep(step.prompt_tokens, step.sequences, step.seconds) for step in message.measured
+    )
+    return ExecutorInfo(**fields)
 
 
 def _plan_to_proto(plan: StepPlan) -> pb.StepPlan:

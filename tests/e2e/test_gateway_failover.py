@@ -155,6 +155,54 @@ def test_nobody_comes_back_to_a_dead_gateways_requests_and_they_end(start_cluste
     assert "Traceback" not in scheduler_log(cluster)
 
 
+def test_who_follows_at_another_gateway_keeps_the_stream(start_cluster: Callable[..., Cluster]) -> None:
+    """Plain clients, who have no time to come back: whoever leaves, and whichever gateway dies, the others go on to the end."""
+    cluster = start_cluster()
+    first, second = cluster.urls
+    body = {**BODY, "max_tokens": 480, "n": 4}
+    undisturbed = Reading(body)
+    undisturbed.read(second)
+    one, two, three = (Reading(body, headers={}) for _ in range(3))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(one.read, first)]
+        wait_until(lambda: bool(one.last))
+        beginning = one.last.partition("/")[0] + "/-"
+        # Comes last, and leaves.
+        two.last = beginning
+        two.read(second, events=3)
+        three.last = beginning
+        running.append(pool.submit(three.read, second))
+        wait_until(lambda: three.last != beginning)
+        assert not one.done, "nobody was left behind"
+        cluster.gateways[0].kill()
+        for future in running:
+            future.result(120)
+    assert not two.done
+    assert three.statuses == [200]
+    assert (three.text, three.ends) == (undisturbed.text, undisturbed.ends)
+    wait_until(cluster.is_idle)
+
+
+def test_when_all_have_left_or_died_the_request_ends(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    first, second = cluster.urls
+    # Longer than it takes to find out that a gateway is gone.
+    body = {**BODY, "prompt": ["One", "Two", "Three", "Four", "Five", "Six"], "max_tokens": 480, "n": 8}
+    one, two = Reading(body, headers={}), Reading(body, headers={})
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(one.read, first)
+        wait_until(lambda: bool(one.last))
+        two.last = one.last.partition("/")[0] + "/-"
+        # The first one's gateway dies; of the other gateway's clients one leaves in the middle.
+        two.read(second, events=3)
+        cluster.gateways[0].kill()
+        begun.result(60)
+    assert not one.done
+    assert not two.done
+    wait_until(lambda: "nobody has reconnected to request" in scheduler_log(cluster))
+    wait_until(cluster.is_idle)
+
+
 def scheduler_log(cluster: Cluster) -> str:
     return "".join(path.read_text() for path in cluster.folder.glob("scheduler-*.log"))
 

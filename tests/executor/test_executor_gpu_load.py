@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are not tried: here they give no figures, and the interpreter takes its time over them."""
     monkeypatch.setattr(Runner, "warm_up", lambda runner: None)
+    monkeypatch.setattr("octavo_executor.load.measure_steps", lambda runner, max_tokens: ())
 
 
 def loaded(folder: Path, device: PretendedGpu, **flags: Any) -> LoadedModel:

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from gateway_stage import Reply, Stage, eventually, read_events, second_gateway
-from test_gateway_log import samples
+from test_gateway_log import samples, with_streams
 from test_gateway_rates import ask, bearer, record, write
-from test_gateway_resume import begin, stream_id, told
+from test_gateway_resume import RESUMABLE, begin, stream_id, told
+
+from octavo_gateway.resume import stream_of
+from octavo_shared.streams import Streams
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
 TOKENS = list(range(70, 90))
 BODY = {"prompt": [1, 2], "max_tokens": len(TOKENS)}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A client that follows a stream at a gateway."""
+
+    gateway: Stage
+    answer: httpx.Response
+    parts: Iterator[str]
+    name: str
+
+    @property
+    def incarnation(self) -> str:
+        return self.gateway.server.gateway.reader.incarnation
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -69,6 +90,100 @@ def test_the_last_to_leave_ends_it(make_stage: MakeStage) -> None:
             eventually(lambda: len(reader.watchers) == 1, "the gateway has noticed")
             assert not stage.engine.aborts
         eventually(lambda: stage.engine.aborts, "the abort arrives")
+        eventually(lambda: stage.engine.live == 0, "nothing lives on")
+
+
+def gateways(stage: Stage, name: str) -> set[str]:
+    """Whose clients follow a stream."""
+
+    async def look(streams: Streams) -> set[str]:
+        return set((await streams.followers([stream_of(name)]))[0].gateways)
+
+    return with_streams(stage, look)
+
+
+@contextmanager
+def two_follow(stage: Stage, other: Stage, **headers: str) -> Iterator[tuple[Reader, Reader]]:
+    """The same stream at two gateways, from its beginning. Nothing is read of the second one yet."""
+    body = {**BODY, "stream": True}
+    with stage.client.stream("POST", "/v1/completions", json=body, headers=headers) as one:
+        parts = one.iter_text()
+        text = next(parts)
+        name = stream_id(read_events(text[: text.rindex("\n\n") + 2]))
+        with other.client.stream("GET", f"/v1/streams/{name}") as two:
+            assert two.status_code == 200
+            yield Reader(stage, one, chain([text], parts), name), Reader(other, two, two.iter_text(), name)
+
+
+@pytest.mark.parametrize("headers", [{}, RESUMABLE], ids=["plain", "resumable"])
+@pytest.mark.parametrize("first_leaves", [False, True])
+def test_who_leaves_one_gateway_takes_nothing_from_those_at_another(
+    make_stage: MakeStage, headers: dict[str, str], first_leaves: bool
+) -> None:
+    gate = threading.Event()
+    with make_stage(stream_resume_ttl=0.3) as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        with two_follow(stage, other, **headers) as readers:
+            goes, stays = readers if first_leaves else readers[::-1]
+            assert gateways(stage, goes.name) == {goes.incarnation, stays.incarnation}
+            goes.answer.close()
+            eventually(lambda: gateways(stage, goes.name) == {stays.incarnation}, "its gateway has said so")
+            gate.set()
+            assert told(read_events("".join(stays.parts)))[0][2] == ("length", None)
+        assert not stage.engine.aborts
+
+
+@pytest.mark.parametrize("headers", [{}, RESUMABLE], ids=["plain", "resumable"])
+@pytest.mark.parametrize("first_leaves", [False, True])
+def test_the_last_to_leave_of_all_gateways_ends_it(
+    make_stage: MakeStage, headers: dict[str, str], first_leaves: bool
+) -> None:
+    gate = threading.Event()
+    with make_stage(stream_resume_ttl=0.3) as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        with two_follow(stage, other, **headers) as readers:
+            for reader in readers if first_leaves else readers[::-1]:
+                assert not stage.engine.aborts
+                reader.answer.close()
+                eventually(lambda: reader.incarnation not in gateways(stage, reader.name), "it is said")  # noqa: B023
+        eventually(lambda: stage.engine.live == 0, "nothing lives on")
+        assert [abort.reason for abort in stage.engine.aborts] == ["disconnect"]
+
+
+def test_a_gateway_that_stops_does_not_end_what_is_followed_elsewhere(make_stage: MakeStage) -> None:
+    gate = threading.Event()
+    with make_stage() as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        with two_follow(stage, other) as (stays, goes):
+            with ThreadPoolExecutor(1) as pool:
+                rest = pool.submit(lambda: "".join(goes.parts))
+                other.loop.call_soon_threadsafe(other.server.gateway.dismiss)
+                # Its client is told that more is to come.
+                assert "[DONE]" not in rest.result(30)
+            gate.set()
+            assert told(read_events("".join(stays.parts)))[0][2] == ("length", None)
+        assert not stage.engine.aborts
+
+
+def test_who_could_not_come_follows_nothing(make_stage: MakeStage) -> None:
+    """It may have been heard that somebody comes, though the answer to that was not."""
+    gate = threading.Event()
+    with make_stage() as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        streams = other.server.gateway.streams
+        follow = streams.follow
+
+        async def unheard(*args: Any, **more: Any) -> int:
+            await follow(*args, **more)
+            raise ConnectionError("the line breaks")
+
+        with two_follow(stage, other) as (one, two):
+            two.answer.close()
+            eventually(lambda: gateways(stage, one.name) == {one.incarnation}, "the other one has left")
+            streams.follow = unheard  # type: ignore[method-assign]
+            assert other.client.get(f"/v1/streams/{one.name}").status_code == 503
+            eventually(lambda: gateways(stage, one.name) == {one.incarnation}, "it is as if it had not come")
+            assert not other.server.gateway.foreign_logs.live
         eventually(lambda: stage.engine.live == 0, "nothing lives on")
 
 

@@ -193,7 +193,7 @@ def test_a_client_may_come_back_before_its_old_connection_is_known_to_be_dead(
             "GET", f"/v1/streams/{stream_id(events)}", headers={"Last-Event-ID": events[-1].id}
         ) as second:
             parts = second.iter_text()
-            # Only now does the old one go: its abort comes from an owner that is none any more.
+            # Only now does the old one go: its leaving is not the last.
             answer.close()
             eventually(lambda: stage.server.gateway.reader.live == 0, "the gateway has noticed")
             text = "".join(parts)

@@ -11,14 +11,14 @@ With the rules the promise holds. Without any one of them a breach is found.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from protocol_clients import ClientWorld, Connection
-from protocol_owners import OwnerWorld
+from protocol_followers import GRACE, FollowerWorld
 from protocol_restarts import RestartWorld
 from protocol_world import CHOICES, ID, Fate, Scheduler, World
 
@@ -62,10 +62,10 @@ class RestartMachine(Machine):
     kind = RestartWorld
 
 
-class OwnerMachine(Machine):
+class FollowerMachine(Machine):
     """With clients that come and go, and gateways that die."""
 
-    kind = OwnerWorld
+    kind = FollowerWorld
 
 
 class ClientMachine(Machine):
@@ -173,13 +173,18 @@ def heed_anybody(live: LiveRequest, word: AbortRecord) -> set[int]:
 
 
 class ImpatientAbsences(Absences):
-    def has_abandoned(self, live: LiveRequest, now_s: float) -> bool:
-        return live.gateway in self.gone(now_s)
+    def have_abandoned(self, live: LiveRequest, gateways: Iterable[str], now_s: float) -> bool:
+        return set(gateways) <= self.gone(now_s)
 
 
 class EndlessPatience(Absences):
-    def has_abandoned(self, live: LiveRequest, now_s: float) -> bool:
+    def have_abandoned(self, live: LiveRequest, gateways: Iterable[str], now_s: float) -> bool:
         return False
+
+
+class OneIsEnough(Absences):
+    def have_abandoned(self, live: LiveRequest, gateways: Iterable[str], now_s: float) -> bool:
+        return any(super(OneIsEnough, self).have_abandoned(live, [name], now_s) for name in gateways)
 
 
 class NamesWhatIsRead(Connection):
@@ -247,11 +252,14 @@ BROKEN = [
     without("L9: other tokens than were delivered go unnoticed", RestartWorld, compares=False),
     without("L9: what Redis calls new counts as new", RestartWorld, distrusts_redis=False),
     without("L9: ends of another life of Redis count", RestartWorld, acknowledges_in_one_life=False),
-    without("L7: an abort counts whoever says so", OwnerWorld, heeds=heed_anybody, redis_knows_owners=False),
-    without("L7: who reconnects is no new owner", OwnerWorld, bumps_generation=False),
-    without("L7: there is no grace after a gateway's lease", OwnerWorld, absences_kind=ImpatientAbsences),
-    without("L7: a gateway without a lease is waited for", OwnerWorld, absences_kind=EndlessPatience),
-    without("L7: nobody asks whose request it is now", OwnerWorld, asks_for_owner=False),
+    without("L7: an abort counts whoever has come since", FollowerWorld, heeds=heed_anybody),
+    without("L7: who comes last decides for all", FollowerWorld, counts_gateways=False),
+    without("L7: a gateway leaves for those who have come since", FollowerWorld, knows_who_came_since=False),
+    without("L7: who reconnects is no other than before", FollowerWorld, bumps_generation=False),
+    without("L7: there is no grace after a gateway's lease", FollowerWorld, absences_kind=ImpatientAbsences),
+    without("L7: a gateway without a lease is waited for", FollowerWorld, absences_kind=EndlessPatience),
+    without("L7: a gateway that dies takes all clients away", FollowerWorld, absences_kind=OneIsEnough),
+    without("L7: nobody asks who follows it now", FollowerWorld, asks_who_follows=False),
     without("L8: an event's id names what has been read", ClientWorld, connection_kind=NamesWhatIsRead),
     without("L8: an event's id names what this gateway has told", ClientWorld, connection_kind=NamesWhatItHasTold),
     without("L8: an event's id counts events", ClientWorld, connection_kind=CountsEvents),
@@ -259,20 +267,20 @@ BROKEN = [
     without("L8: who comes back is told all once more", ClientWorld, connection_kind=BeginsAgain),
     without("L8: who comes back goes on from the newest", ClientWorld, connection_kind=GoesOnFromTheNewest),
     without("L8: what was held back is forgotten", ClientWorld, connection_kind=ForgetsWhatWasHeldBack),
-    without("L9: owners do not say again that they are", OwnerWorld, adopts_again=False),
-    without("L9: gateways do not say again what they have given up", OwnerWorld, gives_up_again=False),
-    without("L7: an abort is deleted before its end is logged", OwnerWorld, aborts_outlive_readers=False),
-    without("L9: a generation that Redis has forgotten is given again", OwnerWorld, generations_are_new=False),
+    without("L9: gateways do not say again who follows", FollowerWorld, follows_again=False),
+    without("L9: gateways do not say again what they have given up", FollowerWorld, leaves_again=False),
+    without("L7: an abort is deleted before its end is logged", FollowerWorld, aborts_outlive_readers=False),
+    without("L9: a generation that Redis has forgotten is given again", FollowerWorld, generations_are_new=False),
 ]
 
 
-@pytest.mark.parametrize("machine", [Machine, RestartMachine, OwnerMachine, ClientMachine])
+@pytest.mark.parametrize("machine", [Machine, RestartMachine, FollowerMachine, ClientMachine])
 def test_the_promise_holds_in_whatever_order_things_happen(machine: type[Machine]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=50, deadline=None))
 
 
 @pytest.mark.parametrize(
-    ("kind", "games"), [(World, 1500), (RestartWorld, 1500), (OwnerWorld, 800), (ClientWorld, 400)]
+    ("kind", "games"), [(World, 1500), (RestartWorld, 1500), (FollowerWorld, 800), (ClientWorld, 400)]
 )
 def test_the_promise_holds_in_many_games(kind: type[World], games: int) -> None:
     with pytest.raises(LookupError):
@@ -296,6 +304,27 @@ def test_a_fence_that_redis_has_forgotten_is_no_place_to_start_from() -> None:
         world.advance(scheduler, Fate.DONE)
     assert scheduler.executor is not None
     assert scheduler.executor.attempt == world.whole()[0].attempt > (1, 1)
+    world.close()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_what_was_said_when_redis_had_forgotten_somebody_does_not_count(anew: bool) -> None:
+    """Too much has to come together for a game to find it: whoever is said again to be there, is there anew."""
+    world = without("L9", FollowerWorld, follows_anew=anew)()
+    world.come("second")
+    world.come("gateway")
+    first, _, later = world.lines
+    world.notice(first)
+    world.notice(later)
+    for _ in range(GRACE):
+        world.pass_time()
+    world.restart()
+    world.give_up(later)
+    if anew:
+        world.come_to_rest()
+    else:
+        with pytest.raises(AssertionError, match="a client was given up"):
+            world.come_to_rest()
     world.close()
 
 

@@ -18,7 +18,7 @@ from octavo_scheduler.watchdog import Watchdog
 from octavo_shared.entries import encode_request, encode_snapshot, encode_tokens
 from octavo_shared.fold import ChoiceFold, LogFold, TokenEvent
 from octavo_shared.ids import Attempt, RequestId
-from octavo_shared.plan import OutputRow, StepPlan
+from octavo_shared.plan import MeasuredStep, OutputRow, StepPlan
 from octavo_shared.records import AbortRecord, EndReason, RequestRecord, SamplingParams
 from octavo_shared.streams import GROUP, Streams
 from octavo_shared.wire import Farewell, Heartbeat, Refusal, Resync, Welcome
@@ -610,6 +610,52 @@ def test_settings_that_do_not_suit_an_executor_refuse_it(valkey: str, tmp_path: 
     play(scene, valkey, tmp_path, enable_chunked_prefill=False)
 
 
+@pytest.mark.parametrize("seconds", [-1.0, 1e9, float("nan"), float("inf")])
+def test_an_executor_that_measured_nonsense_is_refused(valkey: str, tmp_path: Path, seconds: float) -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.executor(measured=(MeasuredStep(0, 1, 0.1), MeasuredStep(16, 1, seconds))) as executor:
+            refusal = await executor.hear()
+            assert isinstance(refusal, Refusal)
+            assert "measured" in refusal.reason
+        async with stage.executor(measured=(MeasuredStep(0, 1, 0.1),) * 65) as executor:
+            assert isinstance(await executor.hear(), Refusal)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_first_step_that_hangs_is_told_from_a_long_one_by_what_was_measured(valkey: str, tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        fast = (
+            MeasuredStep(0, 1, 0.01),
+            MeasuredStep(0, 8, 0.02),
+            MeasuredStep(16, 1, 0.03),
+            MeasuredStep(64, 1, 0.09),
+        )
+        slow = tuple(MeasuredStep(step.prompt_tokens, step.sequences, 100 * step.seconds) for step in fast)
+        for serial, (name, measured) in enumerate((("fast", fast), ("slow", slow)), 1):
+            async with stage.executor(name=name, incarnation=f"{name}-1", measured=measured) as executor:
+                assert isinstance(await executor.hear(), Welcome)
+                (engine,) = stage.service.engines
+                limits = stage.service.limits()
+                factor = 100 if name == "slow" else 1
+                assert limits.prompt_token_s == pytest.approx(factor * 0.00125, rel=0.1)
+                assert limits.lone_step_s == pytest.approx(factor * 0.01, rel=0.1)
+                await stage.admit(serial, prompt_tokens=50)
+                assert isinstance(await executor.hear(), StepPlan)
+                now = time.monotonic()
+                engine.last_heard_s = now + 100
+                engine.step_s = 1.0
+                assert engine.is_making_progress(now + SLOW.least_s - 1)
+                if name == "fast":
+                    assert not engine.is_making_progress(now + SLOW.least_s + 1)
+                    assert "were expected" in engine.stalled(now + STUCK.least_s + 1, STUCK)
+                else:
+                    assert engine.is_making_progress(now + 60), "50 tokens take some 7 s here"
+                    assert not engine.is_making_progress(now + 200)
+
+    play(scene, valkey, tmp_path)
+
+
 def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         async with stage.executor() as executor:
@@ -626,7 +672,6 @@ def test_ready_means_progress(valkey: str, tmp_path: Path) -> None:
             assert engine.is_making_progress(now + IDLE_S + 1), "a long step is honest"
             assert not engine.is_making_progress(now + SLOW.unknown_s + 1), "it beats but its step never ends"
             # Once it is known what steps take, a hanging one is noticed at once, and a long one is not taken for one.
-            engine._steps_here = 100
             for _ in range(100):
                 engine.times.observe(10, 1, 0.01)
             assert engine.is_making_progress(now + SLOW.least_s - 1)

@@ -1,4 +1,4 @@
-"""Whose request it is: gateways that go, clients that reconnect elsewhere, and what becomes of the logs that are left."""
+"""Who follows a request: gateways that go, clients that reconnect elsewhere, and what becomes of the logs that are left."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_who_reconnects_elsewhere_is_waited_for_there(valkey: str, tmp_path: Pat
             await stage.streams.take_lease(stage.streams.keys.gateway(OTHER), OTHER, 60)
             await stage.admit(1, max_tokens=100)
             await executor.work(2)
-            assert await stage.streams.adopt([FIRST], 1, OTHER) == 0
+            assert await stage.streams.follow([FIRST], OTHER) == 1
             await leave(stage)
             await look(stage)
             await executor.work(2)
-            assert (await stage.fold(1))[1] is EndReason.NONE, "its owner lives"
+            assert (await stage.fold(1))[1] is EndReason.NONE, "its client's gateway lives"
             await leave(stage, OTHER)
             await look(stage)
             await stage.until(stage.all_acknowledged)
@@ -87,14 +87,39 @@ def test_who_reconnects_elsewhere_is_waited_for_there(valkey: str, tmp_path: Pat
     play(scene, valkey, tmp_path)
 
 
-def test_an_adoption_that_has_not_been_heard_of_counts_all_the_same(valkey: str, tmp_path: Path) -> None:
+def test_a_gateway_that_dies_takes_its_clients_away_and_nobody_elses(valkey: str, tmp_path: Path) -> None:
+    """Not even those whom an earlier gateway serves: the request goes on until they have left as well."""
+
+    async def scene(stage: Stage) -> None:
+        async with stage.executor() as executor:
+            await stage.streams.take_lease(stage.streams.keys.gateway(OTHER), OTHER, 60)
+            for serial in (1, 2):
+                await stage.admit(serial, max_tokens=100)
+                await stage.streams.follow([RequestId(LOG, serial)], OTHER)
+            await executor.work(2)
+            # Of the second one the first client has gone; of the first one both are there.
+            assert not await stage.streams.leave(AbortRecord(RequestId(LOG, 2)), LOG)
+            await leave(stage, OTHER)
+            await look(stage)
+            await has_end(stage, 2, EndReason.ABORT)
+            await executor.work(2)
+            assert (await stage.fold(1))[1] is EndReason.NONE
+            # The other one is still on the list: that nobody follows is the scheduler's to find.
+            assert not await stage.streams.leave(AbortRecord(FIRST), LOG)
+            await look(stage)
+            await has_end(stage, 1, EndReason.ABORT)
+
+    play(scene, valkey, tmp_path)
+
+
+def test_a_coming_that_has_not_been_heard_of_counts_all_the_same(valkey: str, tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         async with stage.executor() as executor:
             await stage.streams.take_lease(stage.streams.keys.gateway(OTHER), OTHER, 60)
             await stage.admit(1, max_tokens=100)
             await executor.work(2)
             # Only what the request says of itself: the message is lost.
-            await stage.streams.client.hset(stage.streams.keys.request(FIRST), "owner", f"1 {OTHER}")
+            await stage.streams.client.hset(stage.streams.keys.request(FIRST), "followers", f"1 {LOG}=0 {OTHER}=1")
             await leave(stage)
             await look(stage)
             await executor.work(2)
@@ -114,7 +139,7 @@ def test_an_abort_from_before_a_reconnection_is_ignored(valkey: str, tmp_path: P
             # Both arrive at once, the abort first: as after an outage of the scheduler.
             async with stage.streams.client.pipeline(transaction=True) as pipe:
                 pipe.xadd(keys.aborts, {b"e": encode_abort(AbortRecord(FIRST))})
-                pipe.xadd(keys.aborts, {b"e": encode_abort(AbortRecord(FIRST, -1, 1, "adopted", new_owner=LOG))})
+                pipe.xadd(keys.aborts, {b"e": encode_abort(AbortRecord(FIRST, -1, 1, "followed", new_owner=LOG))})
                 await pipe.execute()
             await stage.admit(2, max_tokens=1)
             await stage.streams.append_abort(AbortRecord(RequestId(LOG, 2)))

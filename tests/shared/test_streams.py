@@ -21,7 +21,7 @@ from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import OutputRow
 from octavo_shared.records import AbortRecord, EndReason, ModelLimits, RequestRecord, SamplingParams
-from octavo_shared.streams import FIELD, GROUP, Streams
+from octavo_shared.streams import FIELD, GROUP, Followers, Streams
 
 Scenario = Callable[[Streams], Awaitable[None]]
 
@@ -65,6 +65,8 @@ async def _connected(url: str) -> AsyncIterator[Streams]:
 
 
 Run = Callable[[Scenario], None]
+# Of a request of the log "g" that only its first client follows.
+NOBODY_CAME = Followers(0, {"g": 0})
 
 
 def record(serial: int, log: str = "g", **more: object) -> RequestRecord:
@@ -226,13 +228,7 @@ def test_an_answer_is_kept_for_as_long_as_its_record_says_and_then_goes_by_itsel
         assert alive is not None
         assert other is not None
         assert nobody is None
-        assert (alive.record.id, alive.generation, alive.gateway, alive.end, alive.is_owed) == (
-            kept.id,
-            0,
-            "",
-            (),
-            True,
-        )
+        assert (alive.record.id, alive.followers, alive.end, alive.is_owed) == (kept.id, NOBODY_CAME, (), True)
         entries = await s.read_requests("one", count=10, block_ms=10)
         for _ in range(2):
             await s.finish_request(entries[0][0], kept)
@@ -289,44 +285,100 @@ def test_an_idempotency_key_of_another_answer_is_left_alone(run: Run) -> None:
     run(scenario)
 
 
-def test_a_request_has_one_owner_and_what_earlier_ones_say_is_not_heard(run: Run) -> None:
+def test_a_request_is_aborted_once_nobody_follows_it_at_any_gateway(run: Run) -> None:
     async def scenario(s: Streams) -> None:
         await s.create_group()
         ids = [RequestId("g", 1), RequestId("g", 2)]
         await s.admit(record(1), record(2))
-        assert await s.owners(ids) == [None, None]
-        assert await s.adopt(ids, 1, "h") == 0
-        assert await s.adopt(ids, 1, "i") == 1
-        assert await s.owners(ids) == [(1, "h"), (1, "h")]
-        assert await s.adopt(ids, 3, "i") == 0
-        assert await s.adopt(ids, 2, "h") == 3
-        (standing, _) = await s.look_up(ids)
-        assert standing is not None
-        assert (standing.generation, standing.gateway) == (3, "i")
-        await s.append_abort(AbortRecord(ids[0], owner_generation=2))
-        await s.append_abort(AbortRecord(ids[0], owner_generation=3))
+        assert await s.followers(ids) == [NOBODY_CAME] * 2
+        assert await s.follow(ids, "h", at_least=7) == 7
+        # Whoever comes is told from all that came before.
+        assert await s.follow(ids, "i", at_least=2) == 8
+        assert await s.follow(ids, "h") == 9
+        assert await s.followers(ids) == [Followers(9, {"g": 0, "h": 9, "i": 8})] * 2
         told = [abort for _, abort in await s.read_aborts("0", block_ms=10)]
-        adopted = [AbortRecord(one, -1, n, "adopted", who) for n, who in ((1, "h"), (3, "i")) for one in ids]
-        assert told == [*adopted, AbortRecord(ids[0], owner_generation=3)]
-        # Who has ended has no owner.
-        for at, _ in await s.read_requests("one", count=10, block_ms=10):
-            await s.finish_request(at, record(1, resume_ttl_ms=1000))
-            await s.finish_request(at, record(2))
-        assert await s.adopt(ids, 4, "h") == 0
-        assert await s.owners(ids) == [(3, "i"), None]
-        assert await s.owners([]) == []
+        assert told == [
+            AbortRecord(one, -1, n, "followed", who) for n, who in ((7, "h"), (8, "i"), (9, "h")) for one in ids
+        ]
+        first = AbortRecord(ids[0], reason="disconnect")
+        assert not await s.leave(replace(first, owner_generation=9), "h")
+        assert not await s.leave(replace(first, owner_generation=9), "i")
+        assert await s.followers(ids) == [Followers(9, {"g": 0}), Followers(9, {"g": 0, "h": 9, "i": 8})]
+        # The last one's abort names the last generation: nobody came after that.
+        assert await s.leave(first, "g")
+        assert [abort for _, abort in await s.read_aborts("0", block_ms=10)][6:] == [replace(first, owner_generation=9)]
+        assert await s.followers(ids) == [Followers(9, {}), Followers(9, {"g": 0, "h": 9, "i": 8})]
+        assert await s.follow(ids[:1], "i") == 10
+        assert not await s.leave(first, "g")
+
+    run(scenario)
+
+
+def test_a_gateway_does_not_leave_for_clients_who_have_come_since(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        one = RequestId("g", 1)
+        assert await s.follow([one], "g") == 1
+        assert not await s.leave(AbortRecord(one), "g")
+        assert await s.followers([one]) == [Followers(1, {"g": 1})]
+        assert await s.leave(AbortRecord(one, owner_generation=1), "g")
+        # Said again it is no less true.
+        assert await s.leave(AbortRecord(one), "g")
+
+    run(scenario)
+
+
+def test_who_follows_is_said_again_to_a_redis_that_has_forgotten_it(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        one = RequestId("g", 1)
+        assert await s.leave(AbortRecord(one, owner_generation=6), "g")
+        # Whatever was said without knowing of them is older.
+        assert await s.follow([one], "h", own=5) == 7
+        assert await s.followers([one]) == [Followers(7, {"h": 5})]
+        assert await s.follow([one], "h", own=3) == 8
+        assert await s.followers([one]) == [Followers(8, {"h": 5})]
+        assert await s.leave(AbortRecord(one, owner_generation=5), "h")
+        told = [abort for _, abort in await s.read_aborts("0", block_ms=10)]
+        assert [(abort.owner_generation, abort.new_owner) for abort in told if abort] == [
+            (6, ""),
+            (7, "h"),
+            (8, "h"),
+            (8, ""),
+        ]
+
+    run(scenario)
+
+
+def test_nothing_is_written_of_who_follows_what_has_ended(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.create_group()
+        ids = [RequestId("g", 1), RequestId("g", 2), RequestId("g", 3)]
+        await s.admit(record(1), record(2))
+        await s.follow(ids, "i")
+        ((first, _), (second, _)) = await s.read_requests("one", count=10, block_ms=10)
+        await s.finish_request(first, record(1, resume_ttl_ms=1000))
+        await s.finish_request(second, record(2))
+        kept = [Followers(1, {"g": 0, "i": 1}), NOBODY_CAME, NOBODY_CAME]
+        assert await s.followers(ids) == kept
+        assert await s.follow(ids, "h") == 2
+        assert [await s.leave(AbortRecord(one), "g") for one in ids] == [False, True, True]
+        assert await s.followers(ids) == kept
+        assert await s.followers([]) == []
+        assert await s.follow([], "h", at_least=3) == 3
 
     run(scenario)
 
 
 def test_a_damaged_request_is_as_good_as_none(run: Run) -> None:
     async def scenario(s: Streams) -> None:
-        for serial, field in enumerate(("record", "owner", "end")):
+        for serial, field in enumerate(("record", "followers", "end")):
             await s.admit(record(serial))
             await s.client.hset(s.keys.request(RequestId("g", serial)), field, b"\xff")
             if field == "record":
                 await s.client.hdel(s.keys.request(RequestId("g", serial)), "entry")
         assert await s.look_up([RequestId("g", serial) for serial in range(3)]) == [None, None, None]
+        assert await s.leave(AbortRecord(RequestId("g", 1)), "g")
 
     run(scenario)
 

@@ -14,6 +14,7 @@ from octavo_shared.plan import (
     NO_OFFER,
     CacheOffer,
     ExecutorInfo,
+    MeasuredStep,
     NewSequence,
     PageMoves,
     PageNames,
@@ -161,6 +162,7 @@ INFOS = st.builds(
     eos_token_ids=st.lists(st.integers(0, 1 << 30), max_size=3).map(tuple),
     highest_term=UINT64,
     protocol=UINT32,
+    measured=st.lists(st.builds(MeasuredStep, UINT32, UINT32, st.floats(0, 9)), max_size=3).map(tuple),
 )
 FROM_SCHEDULER = st.one_of(
     st.builds(wire.Welcome, UINT64, UINT64),

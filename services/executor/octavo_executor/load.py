@@ -15,6 +15,7 @@ from octavo_executor.device import CpuDevice, CudaDevice, Device
 from octavo_executor.graphs import graph_sizes
 from octavo_executor.host_pages import HostPages
 from octavo_executor.kv_cache import KvCache, PoolRequest, block_bytes, choose_page_dtype, plan_num_host_blocks
+from octavo_executor.measure import measure_steps
 from octavo_executor.memory import GIB, GpuUse, HostUse, check_host, graph_bytes, plan_pool, step_widths
 from octavo_executor.model import Transformer
 from octavo_executor.runner import Runner
@@ -224,6 +225,7 @@ def load_model(settings: ExecutorSettings, incarnation: str, device: Device | No
         kv_dtype=str(dtypes.kv).removeprefix("torch."),
         block_bytes=page_bytes,
         eos_token_ids=spec.eos_token_ids,
+        measured=measure_steps(runner, limits.max_tokens),
     )
     return LoadedModel(runner, info)
 

@@ -30,6 +30,8 @@ SAMPLING = SamplingParams(
 BEAM = SamplingParams(beam_width=2, logprobs=1, ignore_eos=True, max_tokens=8)
 # A sequence of so many tokens has its keys split among programs, which takes kernels of their own; one of half as many just so.
 LONG_TOKENS = 1024
+# Tokens for which a sequence has room after its prompt.
+ROOM_AFTER = 4
 
 
 def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterator[StepPlan]:
@@ -38,31 +40,31 @@ def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterat
     compute is of no use.
     """
     slots = np.arange(state.num_slots, dtype=np.int32)
-    room = min(state.max_model_len, state.num_blocks * state.block_size) - 4
+    room = min(state.max_model_len, state.num_blocks * state.block_size) - ROOM_AFTER
     count = max(1, min(max_tokens // len(slots), room))
-    yield StepPlan(0, 0, 1, **_begun(state, slots, count))
-    yield StepPlan(0, 0, 2, **_rows(slots, count, 1))
+    yield StepPlan(0, 0, 1, **begun(state, slots, count))
+    yield StepPlan(0, 0, 2, **rows(slots, count, 1))
     moves: dict[str, Any] = {}
     if state.num_blocks > 1:
         moves["copies"] = _move(0, 1)
     if host_pages:
         moves |= {"copy_out": _move(0, 0), "restores": _move(0, 0)}
-    yield StepPlan(0, 0, 3, **moves, **_rows(slots[:1], count + 1, 1))
-    yield StepPlan(0, 0, 4, release=slots, **_begun(state, slots[:1], 1, BEAM))
+    yield StepPlan(0, 0, 3, **moves, **rows(slots[:1], count + 1, 1))
+    yield StepPlan(0, 0, 4, release=slots, **begun(state, slots[:1], 1, BEAM))
     long = min(max_tokens, room, LONG_TOKENS)
     if long > LONG_TOKENS // 2:
-        yield StepPlan(0, 0, 5, release=slots[:1], **_begun(state, slots[:1], long))
-        yield StepPlan(0, 0, 6, **_rows(slots[:1], long, 1))
+        yield StepPlan(0, 0, 5, release=slots[:1], **begun(state, slots[:1], long))
+        yield StepPlan(0, 0, 6, **rows(slots[:1], long, 1))
 
 
-def _begun(state: BatchState, slots: Int32Array, count: int, sampling: SamplingParams = SAMPLING) -> dict[str, Any]:
-    """New sequences of ``count`` tokens, computed at once."""
-    blocks = np.arange(-(-(count + 3) // state.block_size), dtype=np.int32)
+def begun(state: BatchState, slots: Int32Array, count: int, sampling: SamplingParams = SAMPLING) -> dict[str, Any]:
+    """New sequences of ``count`` tokens, computed at once, each of which draws the first of ``ROOM_AFTER``."""
+    blocks = np.arange(-(-(count + ROOM_AFTER) // state.block_size), dtype=np.int32)
     return {
         "admit": tuple(_sequence(slot, count, state.max_model_len, sampling) for slot in slots.tolist()),
         "grow_slots": np.repeat(slots, len(blocks)),
         "grow_blocks": np.tile(blocks, len(slots)),
-        **_rows(slots, 0, count),
+        **rows(slots, 0, count),
     }
 
 
@@ -82,7 +84,9 @@ def _sequence(slot: int, count: int, max_model_len: int, sampling: SamplingParam
     )
 
 
-def _rows(slots: Int32Array, start: int, count: int) -> dict[str, Any]:
+def rows(slots: Int32Array, start: int, count: int) -> dict[str, Any]:
+    """A row for each of ``slots``: ``count`` tokens from position ``start``, and one is drawn."""
+
     def filled(value: int) -> Int32Array:
         return np.full(len(slots), value, np.int32)
 

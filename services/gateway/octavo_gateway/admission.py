@@ -212,8 +212,7 @@ class Admission:
             raise
 
     def _withdraw(self, records: Sequence[RequestRecord], reason: str) -> None:
-        for record in records:
-            self._aborts.append(AbortRecord(record.id, reason=reason))
+        self._aborts.leave([AbortRecord(record.id, reason=reason) for record in records])
 
     def _mint_seed(self) -> int:
         if self._seed is None:

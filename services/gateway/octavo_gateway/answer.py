@@ -279,7 +279,7 @@ class Answer(Response):
         if self._counts:
             self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
         if slot.view.stopped_by_string and not choice.end:
-            # Whoever reads this comes to the same end: it does not matter who is the owner.
+            # Whoever reads this comes to the same end: it does not matter who follows it.
             self._gateway.aborts.append(AbortRecord(record.id, slot.choice, ANY_GENERATION, "stop_string"))
         self._open_by_serial[record.id.serial] -= 1
         if not self._open_by_serial[record.id.serial] and self._counts:
@@ -290,20 +290,11 @@ class Answer(Response):
     def _leave(self, reason: str) -> None:
         """Let go of the log; choices still open are aborted, at once or when nobody has come back in time.
 
-        Unless another client here follows the same answer: then it is that one's to give up.
+        Unless another client follows the same answer, here or elsewhere: then it is that one's to give up.
         """
         left = [record for record in self._records if self._open_by_serial[record.id.serial]]
         grace_s = 0.0 if reason == "error" else self._records[0].disconnect_grace_ms / 1000
-        aborts = [AbortRecord(record.id, -1, self._watcher.generation, reason) for record in left]
-        heir = self._gateway.heir_of(self._watcher) if left and reason != "error" else None
-        if heir is not None:
-            heir.generation = max(heir.generation, self._watcher.generation)
-        elif aborts and not self._watcher.handed_over:
-            if grace_s:
-                self._gateway.aborts.append_later(aborts, grace_s)
-            else:
-                for abort in aborts:
-                    self._gateway.aborts.append(abort)
+        has_heir = self._gateway.leave(self._watcher, [record.id for record in left], reason)
         if left and not grace_s and self._counts:
             now_s = time.monotonic()
             for slot in self._slots.values():
@@ -311,11 +302,10 @@ class Answer(Response):
                     self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
             for record in left:
                 self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
-        self._gateway.unfollow(self._watcher)
         self._gateway.pressure.give_back(self._ticket)
         if self._position is None:
             # Who may come back has paid for what is still to be made; coming back costs nothing, nor does following with others.
-            least = self._charge.tokens if left and (grace_s or heir is not None) else 0
+            least = self._charge.tokens if left and (grace_s or has_heir) else 0
             self._gateway.rates.settle(self._charge, max(least, self._cost_tokens()))
         elif self._pays:
             told = sum(self._position.of(slot.index).tokens for slot in self._slots.values())

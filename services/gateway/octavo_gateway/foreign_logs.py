@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from octavo_gateway.aborts import Aborts
 from octavo_gateway.log_follower import LogFollower
 from octavo_gateway.watcher import Watcher
 from octavo_shared.fold import LogFold
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 class ForeignLog(LogFollower):
     """Another gateway's log. All of it is folded, since whoever comes next may want any of it."""
 
-    def __init__(self, streams: Streams, log: str, gateway: str) -> None:
-        super().__init__(streams, log, gateway)
+    def __init__(self, streams: Streams, aborts: Aborts, log: str, gateway: str) -> None:
+        super().__init__(streams, aborts, log, gateway)
         self._most = MANY_CHOICES
 
     async def _tidy(self, *, quiet: bool) -> None:
@@ -35,9 +36,10 @@ class ForeignLog(LogFollower):
 class ForeignLogs:
     """The owner of the foreign logs that are being read, for as long as somebody follows them."""
 
-    def __init__(self, streams: Streams, gateway: str) -> None:
+    def __init__(self, streams: Streams, aborts: Aborts, gateway: str) -> None:
         """``gateway`` is this one's incarnation."""
         self._streams = streams
+        self._aborts = aborts
         self._gateway = gateway
         self._logs: dict[str, tuple[ForeignLog, asyncio.Task[None]]] = {}
 
@@ -55,7 +57,7 @@ class ForeignLogs:
         """Tell a watcher what is in the log of its requests."""
         name = watcher.ids[0].log
         if name not in self._logs:
-            log = ForeignLog(self._streams, name, self._gateway)
+            log = ForeignLog(self._streams, self._aborts, name, self._gateway)
             self._logs[name] = (log, asyncio.create_task(log.run(), name=f"log {name}"))
         self._logs[name][0].follow(watcher)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from octavo_gateway.aborts import Aborts
@@ -22,6 +24,7 @@ from octavo_gateway.tracing import GatewayTracing
 from octavo_gateway.watcher import Watcher
 from octavo_shared.buckets import Buckets
 from octavo_shared.control import ControlChannel
+from octavo_shared.ids import RequestId, mint_incarnation
 from octavo_shared.records import AbortRecord
 from octavo_shared.settings import GatewaySettings
 from octavo_shared.streams import Streams
@@ -51,9 +54,10 @@ class Gateway:
         self.workers = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="prepare")
         self.streams = Streams.connect(settings.redis_url, self.model_name)
         self.limits = LimitsWatch(self.streams)
-        self.aborts = Aborts(self.streams)
-        self.reader = LogReader(self.streams, self.aborts, settings.gateway_lease_s)
-        self.foreign_logs = ForeignLogs(self.streams, self.reader.incarnation)
+        incarnation = mint_incarnation()
+        self.aborts = Aborts(self.streams, incarnation)
+        self.reader = LogReader(self.streams, self.aborts, incarnation, settings.gateway_lease_s)
+        self.foreign_logs = ForeignLogs(self.streams, self.aborts, incarnation)
         self.pressure = Pressure(self.limits, self.metrics.refused, self.reader.incarnation)
         self.rates = Rates(Buckets(self.streams.client, self.streams.keys), self.metrics.rate_limited)
         self.admission = Admission(
@@ -96,25 +100,39 @@ class Gateway:
             await asyncio.sleep(KEYS_S)
             self.keys.reload()
 
-    def unfollow(self, watcher: Watcher) -> None:
-        """An answer is not to be told anything more."""
-        self._followers(watcher).unfollow(watcher)
+    def leave(self, watcher: Watcher, left: Sequence[RequestId], reason: str) -> bool:
+        """A watcher is not to be told anything more. Those of its requests that are ``left`` have not ended.
 
-    def heir_of(self, watcher: Watcher) -> Watcher | None:
-        """Somebody else here who follows the same answer and is still there."""
-        return self._followers(watcher).heir_of(watcher)
-
-    def _followers(self, watcher: Watcher) -> LogReader | ForeignLogs:
-        return self.reader if watcher.ids[0].log == self.reader.incarnation else self.foreign_logs
+        They go on for as long as its client may come back, and while anybody else follows them. True: somebody here does, and
+        will have to say so.
+        """
+        followers = self.reader if watcher.ids[0].log == self.reader.incarnation else self.foreign_logs
+        failed = reason == "error"
+        heir = followers.heir_of(watcher) if left and not failed else None
+        if heir is not None:
+            heir.generation = max(heir.generation, watcher.generation)
+        elif left and not watcher.handed_over:
+            aborts = [AbortRecord(request_id, -1, watcher.generation, reason) for request_id in left]
+            grace_ms = 0 if failed else watcher.records[0].disconnect_grace_ms
+            self.aborts.leave_later(aborts, grace_ms / 1000)
+        followers.unfollow(watcher)
+        return heir is not None
 
     def dismiss(self) -> None:
-        """End what lives: whoever may come back goes on elsewhere, the others' requests are aborted."""
+        """End what lives: whoever may come back goes on elsewhere, the others' requests are aborted.
+
+        A request that is followed elsewhere goes on; for those who follow it here it stops.
+        """
+        answers: dict[tuple[RequestId, ...], list[Watcher]] = {}
         for watcher in self.reader.watchers | self.foreign_logs.watchers:
             if watcher.records and watcher.records[0].disconnect_grace_ms:
                 watcher.hand_over()
-                continue
-            for request_id in watcher.ids:
-                self.aborts.append(AbortRecord(request_id, -1, watcher.generation, "shutdown"))
+            else:
+                answers.setdefault(watcher.ids, []).append(watcher)
+        for ids, watchers in answers.items():
+            generation = max(watcher.generation for watcher in watchers)
+            aborts = [AbortRecord(request_id, -1, generation, "shutdown") for request_id in ids]
+            self.aborts.leave(aborts, partial(_hand_over, watchers))
 
     async def stop(self) -> None:
         """End what lives, leave Redis clean, stop."""
@@ -128,6 +146,11 @@ class Gateway:
         await self.streams.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.tracing.shutdown)
+
+
+def _hand_over(watchers: list[Watcher]) -> None:
+    for watcher in watchers:
+        watcher.hand_over()
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

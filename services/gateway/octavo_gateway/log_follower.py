@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from redis.exceptions import RedisError
 
+from octavo_gateway.aborts import Aborts
 from octavo_gateway.backoff import Backoff
 from octavo_gateway.watcher import Watcher
 from octavo_shared.entries import encode_snapshot
@@ -28,9 +30,10 @@ logger = logging.getLogger(__name__)
 class LogFollower:
     """Reads a log, folds it, and wakes the watchers of what has changed."""
 
-    def __init__(self, streams: Streams, log: str, gateway: str) -> None:
+    def __init__(self, streams: Streams, aborts: Aborts, log: str, gateway: str) -> None:
         """``gateway`` is the incarnation of the one that reads, whose clients the watchers speak for."""
         self.log = log
+        self._aborts = aborts
         self._gateway = gateway
         self.malformed_entries = 0
         self._streams = streams
@@ -123,12 +126,21 @@ class LogFollower:
             states = [self._delivered[key] for key in keys if key in self._delivered]
             snapshot = encode_snapshot(states) if states else b""
             await self._streams.readmit(replace(record, readmitted=True), snapshot)
-        for watcher in self.watchers:
-            # Who was its owner before may be forgotten, and would be believed again. (Who has come later stays the owner.)
-            if watcher.generation:
-                await self._streams.adopt(watcher.ids, watcher.generation, self._gateway)
+        await self._follow_again()
+        # Only then: who has left meanwhile may just have been said to be there.
+        self._aborts.say_again()
         self._fold = LogFold()
         self._after = "0-0"
+
+    async def _follow_again(self) -> None:
+        """Redis may have forgotten that our clients follow, or may still come back, and believe others who say that nobody does."""
+        following: list[tuple[Sequence[RequestId], int]] = [(one.ids, one.generation) for one in self.watchers]
+        for records in self._aborts.waiting:
+            following.append(([record.request_id for record in records], records[0].owner_generation))
+        for ids, generation in following:
+            # Of the first one everybody knows without being told. The clock is ahead of what was given before.
+            if generation:
+                await self._streams.follow(ids, self._gateway, at_least=int(time.time()) + 1, own=generation)
 
     def _owed(self) -> list[RequestRecord]:
         """Requests that are to be appended again should Redis have lost them."""

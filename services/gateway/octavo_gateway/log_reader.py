@@ -13,7 +13,7 @@ from octavo_gateway.log_follower import LogFollower
 from octavo_gateway.watcher import Watcher
 from octavo_shared.compaction import compact
 from octavo_shared.fold import LogEvent
-from octavo_shared.ids import RequestId, mint_incarnation
+from octavo_shared.ids import RequestId
 from octavo_shared.records import RequestRecord
 from octavo_shared.streams import LogPage, Streams
 
@@ -26,10 +26,9 @@ logger = logging.getLogger(__name__)
 class LogReader(LogFollower):
     """The owner of one gateway incarnation's log. Requests stay in it until they are acknowledged and nobody waits for them."""
 
-    def __init__(self, streams: Streams, aborts: Aborts, lease_s: float) -> None:
-        self.incarnation = mint_incarnation()
-        super().__init__(streams, self.incarnation, self.incarnation)
-        self._aborts = aborts
+    def __init__(self, streams: Streams, aborts: Aborts, incarnation: str, lease_s: float) -> None:
+        self.incarnation = incarnation
+        super().__init__(streams, aborts, incarnation, incarnation)
         self._lease_s = lease_s
         self._next_serial = 1
         # Choices of every request that is watched or not known to be acknowledged, and what was appended for it.
@@ -96,15 +95,6 @@ class LogReader(LogFollower):
                 await asyncio.sleep(min(0.5, self._lease_s / 3))
                 continue
             await asyncio.sleep(self._lease_s / 3)
-
-    async def _recover(self) -> None:
-        await super()._recover()
-        # Nobody follows these just now, but whoever was their owner before is still not to be heard.
-        for records in self._aborts.waiting:
-            if generation := records[0].owner_generation:
-                ids = [record.request_id for record in records]
-                await self._streams.adopt(ids, generation, self.incarnation)
-        self._aborts.say_again()
 
     def _owed(self) -> list[RequestRecord]:
         return list(self._records.values())

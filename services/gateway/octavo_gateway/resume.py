@@ -88,10 +88,10 @@ async def resume(
     if position is not None and position.done:
         # To an EventSource this says: do not come again.
         return Response(status_code=204)
-    generation = await _adopt(gateway, standings)
-    watcher = Watcher(tuple(record.id for record in records), records[0].n, generation)
+    watcher = Watcher(tuple(record.id for record in records), records[0].n)
     watcher.records = records
-    _follow(gateway, watcher, standings)
+    _watch(gateway, watcher, standings)
+    await _follow(gateway, watcher, standings)
     submission = Submission(records, watcher, 0, Charge(caller))
     # Whoever was to hang up gets back what it had paid for the rest, and does not know that somebody follows it elsewhere.
     pays = records[0].id.log != gateway.reader.incarnation and not records[0].disconnect_grace_ms
@@ -120,17 +120,22 @@ async def _find(gateway: Gateway, caller: Caller, stream: RequestId) -> list[Sta
     return found
 
 
-async def _adopt(gateway: Gateway, standings: Sequence[Standing]) -> int:
-    """Become the owner of what has not ended; whoever was it before is not heard any more."""
+async def _follow(gateway: Gateway, watcher: Watcher, standings: Sequence[Standing]) -> None:
+    """Let everybody know that what has not ended is followed here: it goes on when the others leave."""
     owed = [standing.record.id for standing in standings if standing.is_owed]
     # A Redis that has lost its memory may have forgotten the generations that it gave last; the clock is ahead of them.
-    generation = max(int(time.time()), *(standing.generation + 1 for standing in standings))
-    while owed and (present := await _ask(gateway.streams.adopt(owed, generation, gateway.reader.incarnation))):
-        generation = present + 1
-    return generation
+    at_least = max(int(time.time()), *(standing.followers.generation + 1 for standing in standings))
+    watcher.generation = max(watcher.generation, at_least)
+    try:
+        generation = await _ask(gateway.streams.follow(owed, gateway.reader.incarnation, at_least=at_least))
+    except BaseException:
+        # It may have been heard all the same.
+        gateway.leave(watcher, owed, "disconnect")
+        raise
+    watcher.generation = max(watcher.generation, generation)
 
 
-def _follow(gateway: Gateway, watcher: Watcher, standings: Sequence[Standing]) -> None:
+def _watch(gateway: Gateway, watcher: Watcher, standings: Sequence[Standing]) -> None:
     if not all(standing.end for standing in standings):
         if watcher.ids[0].log == gateway.reader.incarnation:
             gateway.reader.follow(watcher)

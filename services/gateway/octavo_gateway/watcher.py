@@ -18,7 +18,7 @@ class Watcher:
         self.ids = ids
         # Choices of each of them.
         self.n = n
-        # As whose owner it was made: later ones make what it says void (rule L7).
+        # Of its client's coming: that nobody follows any more is not said for clients who came later (rule L7).
         self.generation = generation
         # Set once the requests have been appended to the model stream.
         self.records: tuple[RequestRecord, ...] = ()

@@ -47,6 +47,9 @@ _SIZES = {
     "highest_term": (0, MOST_TERM),
 }
 
+# Of steps that it has measured: how many, and how long one may have lasted.
+MOST_MEASURED = 64
+LONGEST_S = 86_400.0
 # Messages with what its pages hold that one executor may send; of 8,192 pages each that is more than any has.
 MOST_OFFERS = 4096
 
@@ -182,6 +185,8 @@ class _Session:
         for name, (least, most) in _SIZES.items():
             if not least <= getattr(info, name) <= most:
                 return f"its {name} must be from {least} to {most}, not {getattr(info, name)}"
+        if len(info.measured) > MOST_MEASURED or not all(0 <= step.seconds <= LONGEST_S for step in info.measured):
+            return f"of steps it may have measured {MOST_MEASURED}, each of up to {LONGEST_S:.0f} s"
         return ""
 
     def _begin(self) -> None:

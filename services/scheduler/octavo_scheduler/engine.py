@@ -16,7 +16,7 @@ from octavo_scheduler.core.config import CoreConfig
 from octavo_scheduler.core.events import Admitted, Chunk, Ended, Event
 from octavo_scheduler.core.scheduler import Scheduler
 from octavo_scheduler.core.sequence import Sequence as CoreSequence
-from octavo_scheduler.step_times import ENOUGH_STEPS, StepTimes
+from octavo_scheduler.step_times import StepTimes
 from octavo_shared.plan import ExecutorInfo, StepResult
 from octavo_shared.records import RequestRecord
 from octavo_shared.settings import SchedulerSettings
@@ -137,9 +137,8 @@ class Engine:
         self.plan_s = 0.0
         self.draining = False
         self.rate = Rate()
-        # What steps take; and those of this epoch, while ``times`` may know of earlier ones.
+        # What steps take.
         self.times = StepTimes()
-        self._steps_here = 0
         # Sequences that end in a second of work.
         self._ends = Rate()
         # When the newest result came, on the clock of _sent.
@@ -187,7 +186,6 @@ class Engine:
         seconds = now - max(sent_at, self._result_at)
         self.rate.observe(tokens, seconds)
         self.times.observe(prompt_tokens, sequences, seconds)
-        self._steps_here += 1
         self._ends.observe(len(ended), seconds)
         self._result_at = now
         return Acknowledged(events, now - sent_at, tokens)
@@ -234,13 +232,10 @@ class Engine:
     @property
     def _expected_s(self) -> float:
         """What the step under way is expected to take; 0 when there is none, or too little is known."""
-        # What a process before this one took says nothing of its first steps.
-        if not self.times.knows or self._steps_here < ENOUGH_STEPS or not self._sent:
-            return 0.0
-        return self.times.expected_s(*self._sent[0][1:])
+        return self.times.expected_s(*self._sent[0][1:]) if self._sent and self.times.foretells else 0.0
 
     def _longest_s(self, patience: Patience) -> float:
-        if not self.times.knows or self._steps_here < ENOUGH_STEPS:
+        if not self.times.foretells:
             return patience.unknown_s
         return max(patience.least_s, patience.times * self._expected_s)
 

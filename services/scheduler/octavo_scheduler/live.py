@@ -10,6 +10,7 @@ from octavo_scheduler.core.sequence import Sequence
 from octavo_shared.fold_beams import BeamFold
 from octavo_shared.ids import RequestId
 from octavo_shared.records import AbortRecord, RequestRecord
+from octavo_shared.streams import Followers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,16 @@ class LiveRequest:
     attempt_n: int = 0
     ending: set[int] = field(default_factory=set)
     sequences: list[Sequence] = field(default_factory=list)
-    # Who follows it: aborts of an earlier generation count for nothing (rule L7).
+    # Of who has come last to follow it: what was said against it before counts for nothing (rule L7).
     generation: int = 0
-    gateway: str = ""
+    # Every gateway whose clients have followed it, as far as is known here. Who still does is known to Redis.
+    gateways: set[str] = field(default_factory=set)
     # Its beam search; ``sequences`` then holds the one that it began with, for those who watch.
     beams: BeamGroup | None = None
 
     def __post_init__(self) -> None:
         self.generation = self.record.owner_generation
-        self.gateway = self.record.id.log
+        self.gateways.add(self.record.id.log)
 
     @property
     def computing(self) -> list[Sequence]:
@@ -55,14 +57,18 @@ class LiveRequest:
         """An end that has been decided here is on its way into the log."""
         return not self.open.isdisjoint(self.ending)
 
+    def learn(self, followers: Followers) -> None:
+        """Who follows it, as Redis has it now."""
+        self.generation = max(self.generation, followers.generation)
+        self.gateways.update(followers.gateways)
+
     def heed(self, word: AbortRecord) -> set[int]:
         """Take a word about who wants it; returns the open choices that are to end for it.
 
-        What an earlier owner says counts for nothing (rule L7).
+        What was said before somebody came counts for nothing (rule L7).
         """
         if word.new_owner:
-            if word.owner_generation > self.generation:
-                self.generation, self.gateway = word.owner_generation, word.new_owner
+            self.learn(Followers(word.owner_generation, {word.new_owner: word.owner_generation}))
             return set()
         if word.owner_generation < self.generation:
             return set()

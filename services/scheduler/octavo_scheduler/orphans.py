@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 
 from redis.exceptions import RedisError
 
@@ -43,10 +44,10 @@ class Absences:
         """Gateways that are gone."""
         return {name for name, since in self._since.items() if now_s - since > self._settle_s}
 
-    def has_abandoned(self, live: LiveRequest, now_s: float) -> bool:
-        """Whether a request's owner has been gone for longer than its client may stay away."""
-        since = self._since.get(live.gateway)
-        return since is not None and now_s - since > self._settle_s + live.record.disconnect_grace_ms / 1000
+    def have_abandoned(self, live: LiveRequest, gateways: Iterable[str], now_s: float) -> bool:
+        """Whether the gateways have all been gone for longer than a request's clients may stay away."""
+        gone_s = self._settle_s + live.record.disconnect_grace_ms / 1000
+        return all(now_s - self._since.get(name, now_s) > gone_s for name in gateways)
 
     def forget(self, name: str) -> None:
         """Nothing is left of it."""
@@ -81,22 +82,23 @@ class OrphanWatch:
             self._logs = await self._streams.log_names()
             self._scan_at = time.monotonic() + SCAN_S
         owed = {live.record.id.log for live in self._service.live}
-        names = owed | self._logs | {live.gateway for live in self._service.live}
+        names = owed.union(self._logs, *(live.gateways for live in self._service.live))
         alive = await self._streams.living_gateways(sorted(names))
         now = time.monotonic()
         self._absences.look(names, alive, now)
         gone = self._absences.gone(now)
-        await self._end_abandoned([live for live in self._service.live if self._absences.has_abandoned(live, now)])
+        await self._end_abandoned([live for live in self._service.live if live.gateways & gone])
         for log in gone & (self._logs | owed):
             # Of a live one only what has grown long; it may have become somebody's last request only just now.
             await self._put_away(log, whole=log not in {live.record.id.log for live in self._service.live})
 
     async def _end_abandoned(self, lives: list[LiveRequest]) -> None:
-        owners = await self._streams.owners([live.record.id for live in lives])
-        for live, owner in zip(lives, owners, strict=True):
-            if owner is not None and owner[0] > live.generation:
-                # Somebody has reconnected and we have not been told yet.
-                live.generation, live.gateway = owner
+        """Of requests that have lost a gateway those that nobody follows any more: who has left is not waited for."""
+        known = await self._streams.followers([live.record.id for live in lives])
+        now = time.monotonic()
+        for live, followers in zip(lives, known, strict=True):
+            live.learn(followers)
+            if not self._absences.have_abandoned(live, followers.gateways, now):
                 continue
             logger.info("nobody has reconnected to request %s; ending it", live.record.id)
             self._service.abort(AbortRecord(live.record.id, owner_generation=live.generation, reason="orphaned"))

@@ -115,14 +115,13 @@ class PendingEntries:
 
     async def _take_up(self, lives: list[LiveRequest]) -> None:
         """Requests that somebody else may have begun."""
-        await insist(partial(self._learn_owners, lives))
+        await insist(partial(self._learn_followers, lives))
         await self._service.resume(lives)
 
-    async def _learn_owners(self, lives: list[LiveRequest]) -> None:
-        owners = await self._service.streams.owners([live.record.id for live in lives])
-        for live, owner in zip(lives, owners, strict=True):
-            if owner is not None:
-                live.generation, live.gateway = owner
+    async def _learn_followers(self, lives: list[LiveRequest]) -> None:
+        known = await self._service.streams.followers([live.record.id for live in lives])
+        for live, followers in zip(lives, known, strict=True):
+            live.learn(followers)
 
 
 def _entry_time(entry_id: bytes) -> tuple[int, int]:

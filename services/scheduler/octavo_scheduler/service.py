@@ -199,6 +199,7 @@ class SchedulerService:
         )
         # Steps of an executor of this name took as long before, most likely.
         engine.times = self._times.pop(info.name, engine.times)
+        engine.times.begin(info.measured)
         self._times[info.name] = engine.times
         while len(self._times) > MOST_TIMES_KEPT:
             del self._times[next(iter(self._times))]

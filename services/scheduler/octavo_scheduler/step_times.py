@@ -1,10 +1,15 @@
-"""How long an executor's steps last, learned from those it has done: what waiting costs, and when a step is stuck.
+"""How long an executor's steps last: what waiting costs, and when a step is stuck.
 
 A step that only decodes lasts ``base + slope * sequences``; one that computes prompts lasts longer by ``base + slope * tokens``
-of their own. Everything here is pure bookkeeping in constant time per step.
+of their own. That is learned from the steps done; until those tell enough, from a few that the executor measured before it
+attached. Everything here is pure bookkeeping in constant time per step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo_shared.plan import MeasuredStep
 
 # Steps of a kind after which an observation has lost all but 1/e of its weight.
 MEMORY = 200.0
@@ -15,6 +20,8 @@ ENOUGH_PROMPTS = 3
 WARM_UP_PROMPTS = 2
 # A step that lasts longer than so many times what was expected says more of the machine than of steps.
 MOST_TIMES = 10.0
+# What was measured tells of a few short sequences that had the machine to themselves: so much longer may steps be.
+MEASURED_TIMES = 2.0
 _FADE = 1.0 - 1.0 / MEMORY
 
 
@@ -51,27 +58,62 @@ class _Line:
         return self.base + self.slope * x
 
 
+class _Lines:
+    """A line for decodes, and one for what prompts add."""
+
+    def __init__(self, prompt_spread: float) -> None:
+        self.decode = _Line(1.0)
+        self.prompt = _Line(prompt_spread)
+
+    def expected_s(self, prompt_tokens: int, sequences: int) -> float:
+        """Seconds that a step is expected to take, rather too many than too few."""
+        prompt, tokens = self.prompt, prompt_tokens
+        return self.decode.at(sequences) + (max(prompt.at(tokens), prompt.ratio * tokens) if tokens else 0.0)
+
+
+def _drawn_through(measured: Sequence[MeasuredStep]) -> _Lines | None:
+    """Lines through measured steps; None without decodes or without prompts among them."""
+    decodes = [step for step in measured if not step.prompt_tokens]
+    prompts = [step for step in measured if step.prompt_tokens]
+    if not decodes or not prompts:
+        return None
+    # They differ by what was chosen, not by chance.
+    lines = _Lines(1.0)
+    for step in decodes:
+        lines.decode.observe(step.sequences, step.seconds)
+    for step in prompts:
+        lines.prompt.observe(step.prompt_tokens, step.seconds - lines.decode.at(step.sequences))
+    return lines
+
+
 class StepTimes:
     """What is known of one executor's steps."""
 
     def __init__(self) -> None:
-        self._decode = _Line(1.0)
-        self._prompt = _Line(16.0)
+        self._learned = _Lines(16.0)
+        self._measured: _Lines | None = None
         # Prompt tokens of sequences that were given a slot, and how many of them were not in the cache.
         self._looked_up = self._missed = 0.0
-        self._steps = self._prompts = 0
+        # Steps learned from, those of the present epoch, and those with a prompt.
+        self._steps = self._steps_here = self._prompts = 0
+
+    def begin(self, measured: Sequence[MeasuredStep]) -> None:
+        """An epoch begins, perhaps of a new process, which has measured these steps (or none)."""
+        self._measured = _drawn_through(measured)
+        self._steps_here = 0
 
     def observe(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step that drew tokens of ``sequences`` and computed ``prompt_tokens`` took so long."""
         if self.knows:
             seconds = min(seconds, MOST_TIMES * self.expected_s(prompt_tokens, sequences))
         self._steps += 1
+        self._steps_here += 1
         if not prompt_tokens:
-            self._decode.observe(sequences, seconds)
+            self._learned.decode.observe(sequences, seconds)
             return
         self._prompts += 1
         if self._prompts > WARM_UP_PROMPTS:
-            self._prompt.observe(prompt_tokens, seconds - self._decode.at(sequences))
+            self._learned.prompt.observe(prompt_tokens, seconds - self._learned.decode.at(sequences))
 
     def observe_lookup(self, num_tokens: int, cached_tokens: int) -> None:
         """A sequence of ``num_tokens`` got a slot; ``cached_tokens`` of them need not be computed."""
@@ -79,25 +121,40 @@ class StepTimes:
         self._missed = self._missed * _FADE + num_tokens - cached_tokens
 
     @property
-    def knows(self) -> bool:
-        """Enough was seen to foretell other steps."""
+    def _has_learned(self) -> bool:
         return self._steps >= ENOUGH_STEPS and self._prompts >= WARM_UP_PROMPTS + ENOUGH_PROMPTS
+
+    @property
+    def _best(self) -> _Lines:
+        return self._learned if self._has_learned or self._measured is None else self._measured
+
+    @property
+    def knows(self) -> bool:
+        """Other steps can be foretold."""
+        return self._has_learned or self._measured is not None
+
+    @property
+    def foretells(self) -> bool:
+        """So can the next one. What a process before this one took says nothing of its first steps, unless it has had some."""
+        return self._measured is not None or (self._has_learned and self._steps_here >= ENOUGH_STEPS)
 
     @property
     def prompt_token_s(self) -> float:
         """Seconds that one more prompt token takes, those found in the cache counted in."""
-        return self._prompt.slope * (self._missed / self._looked_up if self._looked_up else 1.0)
+        return self._best.prompt.slope * (self._missed / self._looked_up if self._looked_up else 1.0)
 
     @property
     def prompt_s(self) -> float:
         """Seconds that a step takes longer for having a prompt at all."""
-        return self._prompt.base
+        return self._best.prompt.base
 
     def decode_s(self, sequences: int) -> float:
-        """Seconds that a step of so many sequences takes when it computes no prompt; 0 while none was seen."""
-        return self._decode.at(sequences)
+        """Seconds that a step of so many sequences takes when it computes no prompt; 0 while nothing is known of it."""
+        return self._best.decode.at(sequences)
 
     def expected_s(self, prompt_tokens: int, sequences: int) -> float:
         """Seconds that a step is expected to take, rather too many than too few."""
-        prompt_s = max(self._prompt.at(prompt_tokens), self._prompt.ratio * prompt_tokens) if prompt_tokens else 0.0
-        return self._decode.at(sequences) + prompt_s
+        learned_s = self._learned.expected_s(prompt_tokens, sequences)
+        if self._measured is None or (self._has_learned and self._steps_here >= ENOUGH_STEPS):
+            return learned_s
+        return max(learned_s, MEASURED_TIMES * self._measured.expected_s(prompt_tokens, sequences))

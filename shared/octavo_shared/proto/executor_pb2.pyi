@@ -136,6 +136,7 @@ class Hello(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this contract; the scheduler refuses another major."""
     name: _builtins.str
@@ -166,6 +167,10 @@ class Hello(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own ends of outputs."""
 
+    @_builtins.property
+    def measured(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredStep]:
+        """Steps it has timed before it attached; none = it has not."""
+
     def __init__(
         self,
         *,
@@ -186,14 +191,43 @@ class Hello(_message.Message):
         kv_dtype: _builtins.str = ...,
         block_bytes: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        measured: _abc.Iterable[Global___MeasuredStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "highest_term", b"highest_term", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "protocol", b"protocol", "run_ahead", b"run_ahead", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "highest_term", b"highest_term", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measured", b"measured", "model", b"model", "name", b"name", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "protocol", b"protocol", "run_ahead", b"run_ahead", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class MeasuredStep(_message.Message):
+    """How long a step of an executor took that nobody asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Prompt tokens computed, sequences that a token was drawn for, and how long it lasted (seconds)."""
+    sequences: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredStep: _TypeAlias = MeasuredStep  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):

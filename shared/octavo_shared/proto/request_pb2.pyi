@@ -278,7 +278,7 @@ class AbortRecord(_message.Message):
     choice: _builtins.int
     """The choice to end; -1 = all."""
     owner_generation: _builtins.int
-    """Generation of the owner who says so; ignored when the request has a later one."""
+    """The last generation there was when it was said; ignored when somebody has come to follow the request since."""
     reason: _builtins.str
     """Why, for people: "disconnect", "stop_string", …"""
     new_owner: _builtins.str
