@@ -18,6 +18,7 @@ from test_gateway_log import samples, with_streams
 from test_gateway_rates import ask, bearer, record, write
 from test_gateway_resume import RESUMABLE, begin, stream_id, told
 
+from octavo_gateway.rates import Charge
 from octavo_gateway.resume import stream_of
 from octavo_shared.streams import Streams
 
@@ -212,6 +213,85 @@ def test_copies_are_not_counted(make_stage: MakeStage) -> None:
         assert found["vllm:request_generation_tokens_count"] == found["vllm:request_params_n_count"] == 1
         assert found["vllm:time_to_first_token_seconds_count"] == found["vllm:e2e_request_latency_seconds_count"] == 1
         assert found['vllm:request_success_total{finished_reason="length"}'] == 1
+
+
+def test_a_copy_counts_from_when_the_first_client_is_gone(make_stage: MakeStage) -> None:
+    gate = threading.Event()
+    with make_stage() as stage:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        with two_follow(stage, stage) as (first, copy):
+            text = ""
+            while not text.endswith("\n\n") or not read_events(text)[-1].id.endswith("/5"):
+                text += next(copy.parts)
+            eventually(lambda: samples(stage)["vllm:generation_tokens_total"] == 5, "the first one has had them too")
+            first.answer.close()
+            eventually(lambda: len(stage.server.gateway.reader.watchers) == 1, "the gateway has noticed")
+            gate.set()
+            text += "".join(copy.parts)
+        assert told(read_events(text))[0][2] == ("length", None)
+        found = samples(stage)
+        assert found["vllm:generation_tokens_total"] == found["vllm:request_generation_tokens_sum"] == len(TOKENS)
+        assert found["vllm:time_to_first_token_seconds_count"] == found["vllm:e2e_request_latency_seconds_count"] == 1
+        assert found["vllm:request_params_n_count"] == 1
+        assert found['vllm:request_success_total{finished_reason="length"}'] == 1
+        assert found['vllm:request_success_total{finished_reason="abort"}'] == 0
+
+
+@pytest.mark.parametrize("first_leaves", [False, True])
+@pytest.mark.parametrize("headers", [{}, RESUMABLE], ids=["plain", "resumable"])
+def test_what_two_follow_is_paid_for_once(
+    make_stage: MakeStage, tmp_path: Path, first_leaves: bool, headers: dict[str, str]
+) -> None:
+    """By whoever has asked for it, once it is over and known what it took."""
+    path = write(tmp_path / "keys.toml", record("k", tokens_per_minute=10_000))
+    gate = threading.Event()
+    settled: list[tuple[Stage, int]] = []
+    with make_stage(api_key_file=path) as stage, second_gateway(stage) as other:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        for gateway in (stage, other):
+            gateway.client.headers.update(bearer("k"))
+            watch_settling(gateway, settled)
+        with two_follow(stage, other, **headers) as (first, second):
+            if first_leaves:
+                first.answer.close()
+                eventually(lambda: stage.server.gateway.reader.live == 0, "the gateway has noticed")
+                assert not settled
+            gate.set()
+            assert told(read_events("".join(second.parts)))[0][2] == ("length", None)
+            if not first_leaves:
+                "".join(first.parts)
+        eventually(lambda: settled, "it is settled")
+        stage.check()
+    assert settled == [(stage, 2 + len(TOKENS))]
+
+
+def test_of_what_nobody_follows_what_was_made_is_paid_for(make_stage: MakeStage, tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.toml", record("k", tokens_per_minute=10_000))
+    gate = threading.Event()
+    settled: list[tuple[Stage, int]] = []
+    with make_stage(api_key_file=path, stream_resume_ttl=0.3) as stage:
+        stage.engine.reply = lambda record, choice: Reply(TOKENS, gate=gate, before_gate=5)
+        stage.client.headers.update(bearer("k"))
+        watch_settling(stage, settled)
+        body = {"prompt": [[1, 2], [3]], "max_tokens": len(TOKENS), "stream": True}
+        with stage.client.stream("POST", "/v1/completions", json=body, headers=RESUMABLE) as answer:
+            # Kept: the connection is closed with the iterator.
+            reading = answer.iter_text()
+            next(reading)
+            eventually(lambda: samples(stage)["vllm:generation_tokens_total"] == 10, "both have begun")
+        eventually(lambda: settled, "it is settled")
+    assert settled == [(stage, 3 + 10)]
+
+
+def watch_settling(gateway: Stage, settled: list[tuple[Stage, int]]) -> None:
+    rates = gateway.server.gateway.rates
+    settle = rates.settle
+
+    def watched(charge: Charge, tokens: int, **more: bool) -> None:
+        settled.append((gateway, tokens))
+        settle(charge, tokens, **more)
+
+    rates.settle = watched  # type: ignore[method-assign]
 
 
 def test_what_is_followed_elsewhere_is_paid_for(make_stage: MakeStage, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from octavo_gateway.rendering import DONE, Renderer, Usage, error_events, shown_
 from octavo_gateway.slot import Presentation, Slot
 from octavo_gateway.tracing import describe_answer
 from octavo_shared.fold import ChoiceFold
+from octavo_shared.ids import RequestId
 from octavo_shared.records import ANY_GENERATION, AbortRecord, Problem, RequestRecord
 
 if TYPE_CHECKING:
@@ -55,20 +56,17 @@ class Answer(Response):
         span: Span | None,
         position: Position | None = None,
         is_copy: bool = False,
-        pays: bool = False,
     ) -> None:
         """``position``: a client that has reconnected knows so much already. ``is_copy``: another client has been given, or is
-        being given, the same from its beginning; what is made for both counts in the metrics once. ``pays``: what is told
-        beyond ``position`` has not been paid for.
+        being given, the same from its beginning; what is made for both counts in the metrics once.
         """
         # Starlette's constructor would render a body; there is none yet.
         self.background = None
         self.status_code = 200
         self._gateway = gateway
         self._metrics = gateway.metrics
-        self._counts = not is_copy
-        self._pays = pays
         self._watcher = submission.watcher
+        self._watcher.counts = not is_copy
         self._records = submission.records
         self._ticket = submission.ticket
         self._charge = submission.charge
@@ -230,8 +228,10 @@ class Answer(Response):
                 continue
             if key[0] not in self._began:
                 self._begin(slot, now_s)
-            if count and self._counts:
+            if count and self._watcher.counts:
                 self._metrics.tokens_came(view, count, self._arrival_s, now_s)
+            elif count:
+                view.tokens_came(now_s)
             if view.finish_reason is not None:
                 self._end(slot, choice, now_s)
             if view.problem is None:
@@ -276,13 +276,13 @@ class Answer(Response):
     def _end(self, slot: Slot, choice: ChoiceFold, now_s: float) -> None:
         self._open -= 1
         record = slot.record
-        if self._counts:
+        if self._watcher.counts:
             self._metrics.choice_ended(slot.view, self._arrival_s, now_s)
         if slot.view.stopped_by_string and not choice.end:
             # Whoever reads this comes to the same end: it does not matter who follows it.
             self._gateway.aborts.append(AbortRecord(record.id, slot.choice, ANY_GENERATION, "stop_string"))
         self._open_by_serial[record.id.serial] -= 1
-        if not self._open_by_serial[record.id.serial] and self._counts:
+        if not self._open_by_serial[record.id.serial] and self._watcher.counts:
             self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         if slot.view.problem is not None:
             self._failure = slot.view.problem
@@ -294,8 +294,8 @@ class Answer(Response):
         """
         left = [record for record in self._records if self._open_by_serial[record.id.serial]]
         grace_s = 0.0 if reason == "error" else self._records[0].disconnect_grace_ms / 1000
-        has_heir = self._gateway.leave(self._watcher, [record.id for record in left], reason)
-        if left and not grace_s and self._counts:
+        self._gateway.leave(self._watcher, [record.id for record in left], reason)
+        if left and not grace_s and self._watcher.counts:
             now_s = time.monotonic()
             for slot in self._slots.values():
                 if slot.view.finish_reason is None:
@@ -303,24 +303,23 @@ class Answer(Response):
             for record in left:
                 self._metrics.request_ended(record, self._views(record.id.serial), self._returned(record))
         self._gateway.pressure.give_back(self._ticket)
-        if self._position is None:
-            # Who may come back has paid for what is still to be made; coming back costs nothing, nor does following with others.
-            least = self._charge.tokens if left and (grace_s or has_heir) else 0
-            self._gateway.rates.settle(self._charge, max(least, self._cost_tokens()))
-        elif self._pays:
-            told = sum(self._position.of(slot.index).tokens for slot in self._slots.values())
-            self._gateway.rates.settle(self._charge, max(0, self._made_tokens() - told))
+        # Who has asked for it pays, whoever else follows it.
+        if self._position is None and self._charge.caller.is_rated:
+            self._settle({record.id for record in left})
         if self._stream_span is not None:
             self._stream_span.end()
         if self._span is not None:
             describe_answer(self._span, self._description())
 
-    def _cost_tokens(self) -> int:
-        """Tokens that count against the key's rate: of the prompts, and all that were made so far."""
-        return sum(len(record.prompt) for record in self._records) + self._made_tokens()
-
-    def _made_tokens(self) -> int:
-        return sum(len(slot.fold.tokens) for slot in self._slots.values() if slot.fold is not None)
+    def _settle(self, left: set[RequestId]) -> None:
+        """Count the tokens of the prompts and all that are made against the key's rate, those of what is ``left`` in its time."""
+        folds = [slot.fold for slot in self._slots.values() if slot.fold is not None and slot.record.id not in left]
+        tokens = sum(len(record.prompt) for record in self._records) + sum(len(fold.tokens) for fold in folds)
+        settle, charge = self._gateway.rates.settle, self._charge
+        if left:
+            self._gateway.reader.when_over(left, lambda rest: settle(charge, tokens + rest))
+        else:
+            settle(charge, tokens)
 
     def _returned(self, record: RequestRecord) -> int:
         return self._presentation.returned or record.n

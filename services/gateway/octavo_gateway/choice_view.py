@@ -67,6 +67,11 @@ class ChoiceView:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
 
+    def tokens_came(self, now_s: float) -> None:
+        """Note when the last tokens came."""
+        self.first_token_s = self.first_token_s or now_s
+        self.last_token_s = now_s
+
     def advance(self, choice: ChoiceFold, limit: int | None = None) -> Delta:
         """Take in whatever the fold has that this view has not; nothing is new once ``finish_reason`` is set.
 

@@ -100,23 +100,23 @@ class Gateway:
             await asyncio.sleep(KEYS_S)
             self.keys.reload()
 
-    def leave(self, watcher: Watcher, left: Sequence[RequestId], reason: str) -> bool:
+    def leave(self, watcher: Watcher, left: Sequence[RequestId], reason: str) -> None:
         """A watcher is not to be told anything more. Those of its requests that are ``left`` have not ended.
 
-        They go on for as long as its client may come back, and while anybody else follows them. True: somebody here does, and
-        will have to say so.
+        They go on for as long as its client may come back, and while anybody else follows them: of those who do here the last
+        one says that it leaves, and one counts what comes.
         """
         followers = self.reader if watcher.ids[0].log == self.reader.incarnation else self.foreign_logs
         failed = reason == "error"
         heir = followers.heir_of(watcher) if left and not failed else None
         if heir is not None:
             heir.generation = max(heir.generation, watcher.generation)
+            heir.counts, watcher.counts = heir.counts or watcher.counts, False
         elif left and not watcher.handed_over:
             aborts = [AbortRecord(request_id, -1, watcher.generation, reason) for request_id in left]
             grace_ms = 0 if failed else watcher.records[0].disconnect_grace_ms
             self.aborts.leave_later(aborts, grace_ms / 1000)
         followers.unfollow(watcher)
-        return heir is not None
 
     def dismiss(self) -> None:
         """End what lives: whoever may come back goes on elsewhere, the others' requests are aborted.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -23,6 +25,21 @@ TRIM_PAGES = 1000
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Rest:
+    """Requests of one answer that go on though whoever asked for them has left, and the tokens of those that are over."""
+
+    serials: set[int]
+    tell: Callable[[int], None]
+    tokens: int = 0
+
+    def ended(self, serial: int, tokens: int) -> None:
+        self.serials.discard(serial)
+        self.tokens += tokens
+        if not self.serials:
+            self.tell(self.tokens)
+
+
 class LogReader(LogFollower):
     """The owner of one gateway incarnation's log. Requests stay in it until they are acknowledged and nobody waits for them."""
 
@@ -36,6 +53,8 @@ class LogReader(LogFollower):
         self._records: dict[int, RequestRecord] = {}
         # Those nobody watches.
         self._parted: set[int] = set()
+        # Of those what is to be told when they are over.
+        self._rests: dict[int, _Rest] = {}
         self._pages_since_trim = 0
         # Tokens that came since, and tokens that the snapshot had.
         self._new_tokens = self._kept_tokens = 0
@@ -63,12 +82,29 @@ class LogReader(LogFollower):
             self._choices.setdefault(request_id.serial, watcher.n)
         super().follow(watcher)
 
+    def when_over(self, ids: Iterable[RequestId], tell: Callable[[int], None]) -> None:
+        """Let ``tell`` know how many output tokens requests have come to, once all of them have ended."""
+        rest = _Rest({one.serial for one in ids}, tell)
+        for serial in sorted(rest.serials):
+            self._rests[serial] = rest
+            self._look_whether_over(serial)
+
+    def _look_whether_over(self, serial: int) -> None:
+        if serial in self._rests and self.has_ended(serial, self._choices[serial]):
+            self._over(serial)
+
+    def _over(self, serial: int) -> None:
+        if (rest := self._rests.pop(serial, None)) is not None:
+            made = sum(len(self._fold.get(serial, index).tokens) for index in range(self._choices[serial]))
+            rest.ended(serial, made)
+
     def check_integrity(self) -> None:
         """Raises AssertionError when the bookkeeping contradicts itself."""
         watched = set(self._watchers)
         assert not watched & self._parted, "a request is both waited for and parted from"
         assert set(self._choices) == watched | self._parted, "a request's choices are unknown or left over"
         assert set(self._records) <= set(self._choices), "a record is left over"
+        assert set(self._rests) <= set(self._choices), "somebody waits for the end of what is forgotten"
         for serial, index in self._fold.choices:
             assert serial in self._choices, f"request {serial} is forgotten but folded"
             assert 0 <= index < self._choices[serial], f"request {serial} has no choice {index}"
@@ -109,6 +145,7 @@ class LogReader(LogFollower):
         # Not of a request that has been acknowledged and forgotten.
         if event.serial in self._choices:
             super()._apply(event)
+            self._look_whether_over(event.serial)
 
     # --- trimming ---
 
@@ -127,6 +164,8 @@ class LogReader(LogFollower):
         finished = {one.serial for one, owed in zip(parted, unfinished, strict=True) if not owed} & self._parted
         if not finished and not self._pages_since_trim:
             return
+        for serial in finished:
+            self._over(serial)
         self._after = await compact(self._streams, self.incarnation, self._fold, self._after, finished)
         self._pages_since_trim = self._new_tokens = 0
         self._kept_tokens = sum(len(choice.tokens) for choice in self._fold.choices.values())

@@ -98,11 +98,10 @@ class GatewayMetrics:
         if view.first_token_s:
             self._tokens.observe_gap((now_s - view.last_token_s) / count, count)
         else:
-            view.first_token_s = now_s
             self._ttft.observe(now_s - arrival_s)
             if count > 1:
                 self._tokens.observe_gap(0.0, count - 1)
-        view.last_token_s = now_s
+        view.tokens_came(now_s)
 
     def choice_ended(self, view: ChoiceView, arrival_s: float, now_s: float) -> None:
         """A choice has ended, or its client has left (finish_reason "abort")."""

@@ -93,8 +93,6 @@ async def resume(
     _watch(gateway, watcher, standings)
     await _follow(gateway, watcher, standings)
     submission = Submission(records, watcher, 0, Charge(caller))
-    # Whoever was to hang up gets back what it had paid for the rest, and does not know that somebody follows it elsewhere.
-    pays = records[0].id.log != gateway.reader.incarnation and not records[0].disconnect_grace_ms
     return Answer(
         gateway,
         submission,
@@ -104,7 +102,6 @@ async def resume(
         span=request.scope.get("octavo.span"),
         position=position or Position(stream, ()),
         is_copy=position is None,
-        pays=pays and any(standing.is_owed for standing in standings),
     )
 
 

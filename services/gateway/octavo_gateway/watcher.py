@@ -12,7 +12,7 @@ from octavo_shared.records import RequestRecord
 class Watcher:
     """Collects changed choices of the requests of one answer and wakes the one task that waits for them."""
 
-    __slots__ = ("_dirty", "_waiter", "disconnected", "generation", "handed_over", "ids", "n", "records")
+    __slots__ = ("_dirty", "_waiter", "counts", "disconnected", "generation", "handed_over", "ids", "n", "records")
 
     def __init__(self, ids: tuple[RequestId, ...], n: int, generation: int = 0) -> None:
         self.ids = ids
@@ -20,6 +20,8 @@ class Watcher:
         self.n = n
         # Of its client's coming: that nobody follows any more is not said for clients who came later (rule L7).
         self.generation = generation
+        # What it is told counts in the metrics: of several who follow the same from its beginning one does.
+        self.counts = False
         # Set once the requests have been appended to the model stream.
         self.records: tuple[RequestRecord, ...] = ()
         # The client has gone; nothing will be sent any more.
