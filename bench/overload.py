@@ -4,8 +4,8 @@ A real `octavo serve`. First one client at a time (the unloaded time to first to
 any time, to find out how many requests a second are served, then an open loop: requests arrive at ``--factor`` times that rate,
 whether or not those before have been answered; with ``--ramp`` their rate grows from nothing to that in so many seconds. Printed
 are the times to first token of those that were admitted beside the unloaded ones: of all, and of those that came after the first
-``--settle`` seconds, since in the beginning overload cannot be told from a burst, which is let in and worked off. Then what was
-served of what came, and how long refusing took.
+``--settle`` seconds (of a ramp, for instance). Then what was served of what came, and how long refusing took: in the first seconds,
+until overload is told from a burst, that is longer.
 
 What follows ``--`` goes to `octavo serve`.
 

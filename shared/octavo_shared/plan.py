@@ -54,11 +54,15 @@ NO_LONGS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """How long a step took that computed so many prompt tokens and drew a token for each of so many sequences."""
+    """How long a step took that computed so many prompt tokens and drew a token for each of so many sequences.
+
+    The prompt tokens attended to ``context_tokens`` that were there before.
+    """
 
     prompt_tokens: int
     sequences: int
     seconds: float
+    context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

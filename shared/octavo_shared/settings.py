@@ -299,7 +299,7 @@ class SchedulerSettings(GrpcSettings):
     max_ttft_ratio: float = setting(
         2.0,
         "scheduler",
-        "Once --max-queue-wait was exceeded, and until load falls, only requests get in whose first token comes within so many "
+        "Once more come than can be served, and until load falls, only requests get in whose first token comes within so many "
         "times what it takes when nothing else runs; 0 = no such bound.",
         ge=0,
         le=1e6,

@@ -102,6 +102,7 @@ FromExecutor = ExecutorInfo | StepResult | Logged | Resync | Heartbeat | CacheOf
 FromScheduler = Welcome | StepPlan | Refusal | Farewell
 
 _INFO_FIELDS = tuple(ExecutorInfo.__dataclass_fields__)
+_MEASURED_FIELDS = tuple(MeasuredStep.__dataclass_fields__)
 _PLAN_ARRAYS = (
     "release",
     "grow_slots",
@@ -210,8 +211,7 @@ def from_executor(message: pb.ExecutorMessage) -> FromExecutor:
 def _hello_to_proto(info: ExecutorInfo) -> pb.Hello:
     fields = {name: getattr(info, name) for name in _INFO_FIELDS}
     fields["measured"] = [
-        pb.MeasuredStep(prompt_tokens=step.prompt_tokens, sequences=step.sequences, seconds=step.seconds)
-        for step in info.measured
+        pb.MeasuredStep(**{name: getattr(step, name) for name in _MEASURED_FIELDS}) for step in info.measured
     ]
     return pb.Hello(**fields)
 
@@ -220,7 +220,7 @@ def _hello_from_proto(message: pb.Hello) -> ExecutorInfo:
     fields = {name: getattr(message, name) for name in _INFO_FIELDS}
     fields["eos_token_ids"] = tuple(message.eos_token_ids)
     fields["measured"] = tuple(
-        MeasuredStep(step.prompt_tokens, step.sequences, step.seconds) for step in message.measured
+        MeasuredStep(**{name: getattr(step, name) for name in _MEASURED_FIELDS}) for step in message.measured
     )
     return ExecutorInfo(**fields)
 

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clock:
-    """Time that passes only in steps: so much in each, for each token and for each row, and more in some by their numbers."""
+    """Time that passes only in steps: so much in each, for rows, tokens and pages before them, and more in some by their numbers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float, extra_s: dict[int, float] | None = None) -> None:
         self.now_s = 0.0
@@ -48,34 +48,37 @@ class Clock:
 
     @staticmethod
     def true_s(step_s: float, plan: StepPlan) -> float:
-        return step_s * (1 + 0.1 * len(plan.row_slots) + 0.2 * int(plan.row_tokens.sum()))
+        pages = plan.row_starts // 16
+        return step_s * (1 + 0.1 * len(plan.row_slots) + 0.2 * int((plan.row_tokens * (1 + pages)).sum()))
 
 
-def expected(step_s: float, prompt_tokens: int, sequences: int) -> MeasuredStep:
-    seconds = step_s * (1 + 0.1 * sequences + 0.2 * (prompt_tokens or sequences))
-    return MeasuredStep(prompt_tokens, sequences, pytest.approx(seconds))  # type: ignore[arg-type]
+def expected(step_s: float, prompt_tokens: int, sequences: int, pages: int = 0) -> MeasuredStep:
+    seconds = step_s * (1 + 0.1 * sequences + 0.2 * (prompt_tokens or sequences) * (1 + pages))
+    return MeasuredStep(prompt_tokens, sequences, pytest.approx(seconds), 16 * pages)  # type: ignore[arg-type]
 
 
 def test_steps_of_every_kind_are_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     Clock(monkeypatch, 0.001)
-    kinds = ((0, 6), (0, 1), (16, 1), (128, 1))
+    kinds = ((0, 6), (0, 1), (16, 1), (128, 1), (16, 1, 11))
     assert measure_steps(runner, 128) == tuple(expected(0.001, *kind) for kind in kinds)
 
 
 def test_what_happens_once_or_comes_between_is_not_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     clock = Clock(monkeypatch, 0.001, {1: 60.0, 3: 1.0, 7: 1.0})
-    assert measure_steps(runner, 128)[:3] == tuple(expected(0.001, *kind) for kind in ((0, 6), (0, 1), (16, 1)))
-    assert len(clock.plans) == 9
+    assert measure_steps(runner, 128)[:4] == tuple(
+        expected(0.001, *kind) for kind in ((0, 6), (0, 1), (16, 1), (128, 1))
+    )
+    assert len(clock.plans) == 11
 
 
 def test_where_steps_are_long_few_are_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     clock = Clock(monkeypatch, 10.0)
-    kinds = ((0, 6), (0, 1), (16, 1), (32, 1))
+    kinds = ((0, 6), (0, 1), (16, 1), (32, 1), (16, 1, 11))
     assert measure_steps(runner, 128) == tuple(expected(10.0, *kind) for kind in kinds)
-    assert len(clock.plans) == 5
+    assert len(clock.plans) == 6
 
 
 @pytest.mark.parametrize("device", [None, LateDevice(2)])
@@ -84,7 +87,7 @@ def test_nothing_of_it_is_left(folder: Path, device: LateDevice | None) -> None:
     for measured in (True, False):
         runner = make_runner(folder, device=device if measured else None)
         if measured:
-            assert len(measure_steps(runner, 128)) == 4
+            assert len(measure_steps(runner, 128)) == 5
             assert not runner.state.live.any()
         maker = PlanMaker(runner)
         sequence = maker.admit(random_tokens(40, 3), GREEDY)
@@ -96,17 +99,22 @@ def test_nothing_of_it_is_left(folder: Path, device: LateDevice | None) -> None:
 @pytest.mark.parametrize(
     ("flags", "kinds"),
     [
-        ({"max_model_len": 64, "max_num_seqs": 3}, [(0, 3), (0, 1), (16, 1), (60, 1)]),
-        ({"max_model_len": 64, "max_num_seqs": 1}, [(0, 1), (16, 1), (60, 1)]),
+        ({"max_model_len": 64, "max_num_seqs": 3}, [(0, 3), (0, 1), (16, 1), (60, 1), (16, 1, 32)]),
+        ({"max_model_len": 64, "max_num_seqs": 1}, [(0, 1), (16, 1), (60, 1), (16, 1, 32)]),
         ({"max_model_len": 20, "num_gpu_blocks_override": 2}, [(0, 8), (0, 1), (16, 1)]),
-        ({"max_model_len": 200, "max_num_seqs": 2, "max_num_batched_tokens": 40}, [(0, 2), (0, 1), (16, 1), (40, 1)]),
+        ({"max_model_len": 36, "num_gpu_blocks_override": 4, "block_size": 64}, [(0, 8), (0, 1), (16, 1), (32, 1)]),
+        (
+            {"max_model_len": 99, "max_num_batched_tokens": 40, "max_num_seqs": 2},
+            [(0, 2), (0, 1), (16, 1), (40, 1), (16, 1, 64)],
+        ),
         ({"max_model_len": 19, "num_gpu_blocks_override": 2}, []),
         ({"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 15}, []),
     ],
 )
 def test_an_executor_says_what_it_measured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], kinds: list[tuple[int, int]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], kinds: list[tuple[int, ...]]
 ) -> None:
     Clock(monkeypatch, 0.0005)
     info = load_model(load_settings(ExecutorSettings, model=str(folder), device="cpu", **flags), "e").info
-    assert list(dict.fromkeys((step.prompt_tokens, step.sequences) for step in info.measured)) == kinds
+    said = dict.fromkeys((step.prompt_tokens, step.sequences, step.context_tokens) for step in info.measured)
+    assert list(said) == [(*kind, 0)[:3] for kind in kinds]

@@ -152,6 +152,10 @@ class Engine:
                 self._live[key] = [Live(record, choice, self.reply(record, choice)) for choice in range(record.n)]
                 if record.readmitted or goes_on:
                     await self._go_on(self._live[key])
+                # As a scheduler: an abort may be there before its request.
+                for abort in self.aborts:
+                    if (abort.request_id.log, abort.request_id.serial) == key:
+                        await self._abort(abort)
 
     async def _go_on(self, choices: list[Live]) -> None:
         """As a scheduler: what is in the log is not said again."""
@@ -161,7 +165,8 @@ class Engine:
             after = page.last_id
         for live in choices:
             state = fold.get(live.record.id.serial, live.choice)
-            live.at, live.ended = len(state.tokens), bool(state.end)
+            # An abort may have ended it meanwhile.
+            live.at, live.ended = len(state.tokens), live.ended or bool(state.end)
 
     async def _take_aborts(self) -> None:
         after: bytes | str = "0-0"
@@ -174,9 +179,12 @@ class Engine:
                 if abort.new_owner or abort.owner_generation < followers.generation:
                     continue
                 self.aborts.append(abort)
-                for live in self._live.get((abort.request_id.log, abort.request_id.serial), []):
-                    if not live.ended and abort.choice in (-1, live.choice):
-                        await self._fence(live, EndReason.ABORT, None)
+                await self._abort(abort)
+
+    async def _abort(self, abort: AbortRecord) -> None:
+        for live in self._live.get((abort.request_id.log, abort.request_id.serial), []):
+            if not live.ended and abort.choice in (-1, live.choice):
+                await self._fence(live, EndReason.ABORT, None)
 
     async def _fence(self, live: Live, end: EndReason, problem: Problem | None) -> None:
         live.ended = True

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from gateway_stage import Reply, Stage, default_reply, eventually
@@ -157,6 +159,65 @@ def test_a_rush_is_admitted_up_to_the_bound(make_stage: MakeStage) -> None:
         for thread in threads:
             thread.join(10)
         assert sorted(codes) == [200] * 10 + [429] * 30
+
+
+# A second of others' prompts is ahead.
+BUSY = {
+    "prompt_token_s": 0.001,
+    "step_s": 0.01,
+    "lone_step_s": 0.01,
+    "max_queue_wait_s": 30.0,
+    "max_ttft_ratio": 2.0,
+    "prompts_ahead": {"other": 1000},
+}
+
+
+@contextmanager
+def at_the_door(stage: Stage, **body: Any) -> Iterator[Future[int]]:
+    """While executors are busy a request has come; in the end its status."""
+    tell(stage, **BUSY)
+    with ThreadPoolExecutor(1) as pool:
+        status = pool.submit(lambda: stage.post("/v1/completions", prompt=[5] * 12, max_tokens=8, **body).status_code)
+        eventually(lambda: len(stage.server.gateway.pressure._door) == 1, "it is held at the door")
+        assert stage.engine.records == []
+        yield status
+        status.result(30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_is_held_at_the_door_comes_in_when_there_is_room(make_stage: MakeStage, stream: bool) -> None:
+    with make_stage() as stage, at_the_door(stage, stream=stream) as status:
+        tell(stage, prompts_ahead={})
+        assert status.result(30) == 200
+
+
+def test_who_is_held_at_the_door_when_the_gateway_is_drained_is_answered(make_stage: MakeStage) -> None:
+    with make_stage() as stage, at_the_door(stage) as status:
+        assert stage.loop is not None
+        stage.loop.call_soon_threadsafe(stage.server.stop)
+        assert status.result(30) == 200
+
+
+def test_who_is_held_at_the_door_when_no_executor_is_left_is_told_so(make_stage: MakeStage) -> None:
+    with make_stage() as stage, at_the_door(stage) as status:
+        tell(stage, ready=False)
+        assert status.result(30) == 503
+        assert stage.engine.records == []
+
+
+def test_who_hangs_up_at_the_door_leaves_nothing(make_stage: MakeStage) -> None:
+    with make_stage() as stage:
+        tell(stage, **BUSY)
+        pressure = stage.server.gateway.pressure
+        gate = threading.Event()
+        stage.engine.reply = lambda record, choice: Reply([70] * 8, gate=gate)
+        body = {"prompt": [5] * 12, "max_tokens": 8}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{stage.url}/v1/completions", json=body, headers=dict(stage.client.headers), timeout=0.5)
+        assert len(pressure._door) == 1
+        tell(stage, prompts_ahead={})
+        eventually(lambda: len(stage.engine.records) == 1 and not stage.engine.live, "it is let in, and given up")
+        eventually(lambda: (pressure._own_tokens, pressure._outlook._own_ahead) == (0, 0), "and forgotten")
 
 
 def test_the_next_word_of_the_scheduler_replaces_ones_own() -> None:

@@ -100,6 +100,19 @@ def test_what_was_measured_counts_until_enough_was_learned() -> None:
     assert times.expected_s(100, 1) == pytest.approx(true_s(100, 1), rel=0.1)
 
 
+@pytest.mark.parametrize("steps_before", [0, 100])
+def test_what_is_attended_to_takes_its_time(steps_before: int) -> None:
+    times = StepTimes()
+    after = MeasuredStep(16, 1, true_s(16, 1) + 16 * 2000 * 1e-6, 2000)
+    times.begin([*measured(), after])
+    for _ in range(steps_before):
+        times.observe(0, 1, true_s(0, 1))
+        times.observe(100, 1, true_s(100, 1))
+    longer_s = times.expected_s(2000, 1, 2000 * 31_000) - times.expected_s(2000, 1)
+    assert longer_s == pytest.approx(2 * 62.0, rel=0.05)
+    assert times.prompt_token_s < 0.0017, "it is told apart from what prompts take"
+
+
 @pytest.mark.parametrize("factor", [0.01, 100.0])
 def test_a_machine_that_was_otherwise_when_it_was_measured_is_soon_known(factor: float) -> None:
     times = StepTimes()
@@ -133,6 +146,8 @@ def test_measurements_of_one_kind_of_step_say_nothing(kinds: slice) -> None:
     times = StepTimes()
     times.begin(measured()[kinds])
     assert (times.knows, times.foretells, times.expected_s(100, 1)) == (False, False, 0.0)
+    times.begin([MeasuredStep(0, 1, 0.03), MeasuredStep(16, 1, 0.13, 100)])
+    assert not times.foretells
 
 
 def test_one_size_of_each_kind_tells_something() -> None:

@@ -162,7 +162,7 @@ INFOS = st.builds(
     eos_token_ids=st.lists(st.integers(0, 1 << 30), max_size=3).map(tuple),
     highest_term=UINT64,
     protocol=UINT32,
-    measured=st.lists(st.builds(MeasuredStep, UINT32, UINT32, st.floats(0, 9)), max_size=3).map(tuple),
+    measured=st.lists(st.builds(MeasuredStep, UINT32, UINT32, st.floats(0, 9), UINT32), max_size=3).map(tuple),
 )
 FROM_SCHEDULER = st.one_of(
     st.builds(wire.Welcome, UINT64, UINT64),

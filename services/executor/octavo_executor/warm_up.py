@@ -57,27 +57,37 @@ def warm_up_plans(state: BatchState, max_tokens: int, host_pages: int) -> Iterat
         yield StepPlan(0, 0, 6, **rows(slots[:1], long, 1))
 
 
-def begun(state: BatchState, slots: Int32Array, count: int, sampling: SamplingParams = SAMPLING) -> dict[str, Any]:
-    """New sequences of ``count`` tokens, computed at once, each of which draws the first of ``ROOM_AFTER``."""
-    blocks = np.arange(-(-(count + ROOM_AFTER) // state.block_size), dtype=np.int32)
+def begun(
+    state: BatchState, slots: Int32Array, count: int, sampling: SamplingParams = SAMPLING, context_blocks: int = 0
+) -> dict[str, Any]:
+    """New sequences of ``count`` tokens, computed at once, each of which draws the first of ``ROOM_AFTER``.
+
+    They follow so many pages that count as computed, all of which are the first one: no memory is touched for them.
+    """
+    context = context_blocks * state.block_size
+    cached = np.zeros(context_blocks, np.int32)
+    grown = np.arange(-(-(count + ROOM_AFTER) // state.block_size), dtype=np.int32)
+    new = [_sequence(slot, context, count, cached, state.max_model_len, sampling) for slot in slots.tolist()]
     return {
-        "admit": tuple(_sequence(slot, count, state.max_model_len, sampling) for slot in slots.tolist()),
-        "grow_slots": np.repeat(slots, len(blocks)),
-        "grow_blocks": np.tile(blocks, len(slots)),
-        **rows(slots, 0, count),
+        "admit": tuple(new),
+        "grow_slots": np.repeat(slots, len(grown)),
+        "grow_blocks": np.tile(grown, len(slots)),
+        **rows(slots, context, count),
     }
 
 
-def _sequence(slot: int, count: int, max_model_len: int, sampling: SamplingParams) -> NewSequence:
+def _sequence(
+    slot: int, context: int, count: int, cached: Int32Array, max_model_len: int, sampling: SamplingParams
+) -> NewSequence:
     return NewSequence(
         slot=slot,
         request_id=RequestId("warm-up", slot),
         choice=0,
         attempt=1,
-        tokens=np.zeros(count, np.int32),
-        output_start=count,
-        num_computed=0,
-        block_table=np.zeros(0, np.int32),
+        tokens=np.zeros(context + count, np.int32),
+        output_start=context + count,
+        num_computed=context,
+        block_table=cached,
         sampling=sampling,
         seed=slot,
         max_total_tokens=max_model_len,

@@ -265,7 +265,7 @@ class Answer(Response):
 
     def _begin(self, slot: Slot, now_s: float) -> None:
         self._began.add(slot.record.id.serial)
-        self._gateway.pressure.began(self._ticket, len(slot.record.prompt))
+        self._gateway.pressure.began(self._ticket, len(slot.record.prompt), slot.cached_tokens)
         if slot.view.problem is None and self._position is None:
             self._metrics.request_began(slot.record)
         if not self._first_event_s:

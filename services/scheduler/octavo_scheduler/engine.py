@@ -127,8 +127,9 @@ class Engine:
         self._send = send
         # Ends that are computed but not yet known to be in the log: (step, sequence), in the order of steps.
         self._unlogged: deque[tuple[int, CoreSequence]] = deque()
-        # Per unacknowledged plan: when it was sent, the prompt tokens it computes, and how many sequences it draws for.
-        self._sent: deque[tuple[float, int, int]] = deque()
+        # Per unacknowledged plan: when it was sent, the prompt tokens it computes, how many sequences it draws for, and to how
+        # many tokens all of its tokens attend.
+        self._sent: deque[tuple[float, int, int, float]] = deque()
         self.last_heard_s = time.monotonic()
         self._last_progress_s = time.monotonic()
         # What it last said of itself: how long the step it is in has lasted (seconds), 0 between steps.
@@ -161,7 +162,8 @@ class Engine:
                     prompt_tokens += event.count
                 elif isinstance(event, Admitted):
                     self.times.observe_lookup(event.num_tokens, event.cached_tokens)
-            self._sent.append((time.perf_counter(), prompt_tokens, len(plan.sample_slots)))
+            attended_tokens = float(np.dot(plan.row_tokens, plan.row_starts + plan.row_tokens / 2))
+            self._sent.append((time.perf_counter(), prompt_tokens, len(plan.sample_slots), attended_tokens))
             events += fresh
         self.plan_s = time.perf_counter() - start
         return events + self.core.drain_events()
@@ -177,7 +179,7 @@ class Engine:
         ended = [(event.step, event.sequence) for event in events if isinstance(event, Ended)]
         self._unlogged += ended
         self._last_progress_s = time.monotonic()
-        sent_at, prompt_tokens, sequences = self._sent.popleft()
+        sent_at, prompt_tokens, sequences, _ = self._sent.popleft()
         now = time.perf_counter()
         # Of a beam's candidates one token's worth of work is done, whatever their number.
         drawn = np.count_nonzero(result.sample_counts) if len(result.scores) else len(result.tokens)

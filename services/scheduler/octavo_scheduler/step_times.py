@@ -71,19 +71,24 @@ class _Lines:
         return self.decode.at(sequences) + (max(prompt.at(tokens), prompt.ratio * tokens) if tokens else 0.0)
 
 
-def _drawn_through(measured: Sequence[MeasuredStep]) -> _Lines | None:
-    """Lines through measured steps; None without decodes or without prompts among them."""
-    decodes = [step for step in measured if not step.prompt_tokens]
-    prompts = [step for step in measured if step.prompt_tokens]
-    if not decodes or not prompts:
-        return None
-    # They differ by what was chosen, not by chance.
-    lines = _Lines(1.0)
-    for step in decodes:
-        lines.decode.observe(step.sequences, step.seconds)
-    for step in prompts:
-        lines.prompt.observe(step.prompt_tokens, step.seconds - lines.decode.at(step.sequences))
-    return lines
+class _Measured:
+    """What steps tell that an executor has measured: lines, and the seconds that a token attends to one before it."""
+
+    def __init__(self, steps: Sequence[MeasuredStep]) -> None:
+        # They differ by what was chosen, not by chance.
+        self.lines = lines = _Lines(1.0)
+        short = [step for step in steps if not step.context_tokens]
+        for step in short:
+            if not step.prompt_tokens:
+                lines.decode.observe(step.sequences, step.seconds)
+        for step in short:
+            if step.prompt_tokens:
+                lines.prompt.observe(step.prompt_tokens, step.seconds - lines.decode.at(step.sequences))
+        self.attended_s = 0.0
+        for step in steps:
+            if attended := step.prompt_tokens * step.context_tokens:
+                longer_s = step.seconds - lines.decode.at(step.sequences) - lines.prompt.at(step.prompt_tokens)
+                self.attended_s = max(self.attended_s, longer_s / attended)
 
 
 class StepTimes:
@@ -91,7 +96,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._learned = _Lines(16.0)
-        self._measured: _Lines | None = None
+        self._measured: _Measured | None = None
         # Prompt tokens of sequences that were given a slot, and how many of them were not in the cache.
         self._looked_up = self._missed = 0.0
         # Steps learned from, those of the present epoch, and those with a prompt.
@@ -99,7 +104,8 @@ class StepTimes:
 
     def begin(self, measured: Sequence[MeasuredStep]) -> None:
         """An epoch begins, perhaps of a new process, which has measured these steps (or none)."""
-        self._measured = _drawn_through(measured)
+        kinds = {step.prompt_tokens > 0 for step in measured if not step.context_tokens}
+        self._measured = _Measured(measured) if len(kinds) == 2 else None
         self._steps_here = 0
 
     def observe(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
@@ -126,7 +132,7 @@ class StepTimes:
 
     @property
     def _best(self) -> _Lines:
-        return self._learned if self._has_learned or self._measured is None else self._measured
+        return self._learned if self._has_learned or self._measured is None else self._measured.lines
 
     @property
     def knows(self) -> bool:
@@ -152,9 +158,15 @@ class StepTimes:
         """Seconds that a step of so many sequences takes when it computes no prompt; 0 while nothing is known of it."""
         return self._best.decode.at(sequences)
 
-    def expected_s(self, prompt_tokens: int, sequences: int) -> float:
-        """Seconds that a step is expected to take, rather too many than too few."""
-        learned_s = self._learned.expected_s(prompt_tokens, sequences)
-        if self._measured is None or (self._has_learned and self._steps_here >= ENOUGH_STEPS):
-            return learned_s
-        return max(learned_s, MEASURED_TIMES * self._measured.expected_s(prompt_tokens, sequences))
+    def expected_s(self, prompt_tokens: int, sequences: int, attended_tokens: float = 0.0) -> float:
+        """Seconds that a step is expected to take, rather too many than too few.
+
+        ``attended_tokens``: how many tokens before it each of its tokens attends to, all in all. What was learned has seen some
+        of that already, but those may have been short sequences.
+        """
+        expected_s = self._learned.expected_s(prompt_tokens, sequences)
+        if self._measured is None:
+            return expected_s
+        if not self._has_learned or self._steps_here < ENOUGH_STEPS:
+            expected_s = max(expected_s, MEASURED_TIMES * self._measured.lines.expected_s(prompt_tokens, sequences))
+        return expected_s + MEASURED_TIMES * self._measured.attended_s * attended_tokens

@@ -210,20 +210,24 @@ class MeasuredStep(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt tokens computed, sequences that a token was drawn for, and how long it lasted (seconds)."""
     sequences: _builtins.int
     seconds: _builtins.float
+    context_tokens: _builtins.int
+    """Tokens of the sequence before the prompt's, which these attended to."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         sequences: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
