@@ -108,6 +108,12 @@ class Gate:
         self.held = [task for task in self.held if not task.done()]
         return [task.result() for task in done]
 
+    async def look_at_last(self) -> list[int]:
+        """The same, of those that have not gone away."""
+        self.pressure._look()
+        await settle()
+        return [task.result() for task in self.held if task.done() and not task.cancelled()]
+
     def began(self, ticket: int, tokens: int = 100) -> None:
         self.pressure.began(ticket, tokens, 0)
 
@@ -376,6 +382,69 @@ def test_who_goes_away_from_the_door_leaves_nothing(clock: Clock) -> None:
     play(scene)
 
 
+def test_many_who_go_away_at_once_while_the_door_is_opened_leave_nothing(clock: Clock) -> None:
+    async def scene(gate: Gate) -> None:
+        gate.tell(max_queue_wait_s=1e5)
+        first, *_ = [await gate.ask() for _ in range(1500)]
+        for task in gate.held[:-1]:
+            task.cancel()
+        # Before the tasks hear of it.
+        clock.now_s += 2 * SPAN_S
+        *_, last = await gate.look_at_last()
+        gate.pressure.give_back(first)
+        gate.pressure.give_back(last)
+        pressure = gate.pressure
+        assert (pressure._outlook._own_ahead, pressure._own_tokens, len(pressure._door)) == (0, 0, 0)
+        assert (pressure._door.work, pressure._door.prompt_tokens) == (0, 0)
+
+    play(scene)
+
+
+def test_who_is_held_only_after_a_second_look_is_in_a_line_too(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(gate: Gate) -> None:
+        # Work is queued, none of which are prompts: a newcomer would not wait. Asked again, the scheduler says otherwise.
+        gate.tell(queued_tokens=1000, max_queued_tokens=1000)
+
+        async def refresh(at_most_s: float = 0.0) -> None:
+            gate.tell(queued_tokens=0, prompts_ahead={"other": 5000})
+
+        monkeypatch.setattr(gate.watch, "refresh", refresh)
+        assert await gate.ask() == HELD
+        clock.now_s += 2 * SPAN_S
+        (ticket,) = await gate.look()
+        assert ticket > 0, "it is known by now that it is alone"
+
+    play(scene)
+
+
+def test_who_is_held_is_not_forgotten_when_looking_fails(clock: Clock) -> None:
+    async def scene(gate: Gate) -> None:
+        assert [await gate.ask() for _ in range(3)].count(HELD) == 2
+        gate.tell(prompt_token_s="soon")
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(*gate.held) == [0, 0]
+        gate.tell(prompt_token_s=0.001)
+        assert await gate.ask() == HELD
+        assert gate.pressure._doorman is not None
+
+    play(scene)
+
+
+def test_who_is_held_is_let_in_at_its_deadline(clock: Clock) -> None:
+    async def scene(gate: Gate) -> None:
+        assert [await gate.ask() for _ in range(3)].count(HELD) == 2
+        ask = gate.pressure.take_on(
+            [[1] * 100], [SamplingParams(max_tokens=4)], 1, 400, int(1e6 * time.time()) + 100_000
+        )
+        async with asyncio.timeout(10):
+            ticket = await ask
+        assert ticket > 0
+        pressure = gate.pressure
+        assert (len(pressure._door), pressure._door.prompt_tokens, len(pressure._outlook._taken)) == (2, 200, 2)
+
+    play(scene)
+
+
 def test_who_is_at_the_door_when_nothing_can_be_served_any_more_is_told_so(clock: Clock) -> None:
     async def scene(gate: Gate) -> None:
         for _ in range(5):
@@ -406,6 +475,17 @@ def test_prompts_that_a_cache_has_are_not_waited_for(clock: Clock) -> None:
         # Ten tokens each, and those ahead take less than three steps.
         assert min([await gate.ask(1000) for _ in range(3)]) > 0
         assert await gate.ask(1000) == HELD
+
+    play(scene)
+
+
+def test_no_cache_has_more_than_all_of_a_prompt(clock: Clock) -> None:
+    async def scene(gate: Gate) -> None:
+        for _ in range(10):
+            ticket = await gate.ask(1000)
+            gate.pressure.began(ticket, 1000, 1100)
+            gate.pressure.give_back(ticket)
+        assert gate.pressure._outlook.prompt_s(LIMITS, 1000) > 0
 
     play(scene)
 

@@ -13,6 +13,7 @@ from octavo_scheduler.backlog import PRIOR_MEAN, Backlog, OutputLengths, Progres
 from octavo_scheduler.core.forecast import GUESSES
 from octavo_scheduler.limits import LEAST_QUEUED_TOKENS
 from octavo_shared.ids import RequestId
+from octavo_shared.plan import MeasuredStep
 from octavo_shared.records import AbortRecord, EarlyStopping, ModelLimits, RequestRecord, SamplingParams
 
 # --- output lengths ---------------------------------------------------------------------------------------------------
@@ -100,6 +101,10 @@ def test_the_rate_is_of_recent_work_and_not_of_idle_time() -> None:
     for _ in range(300):
         rate.observe(50, 0.1)
     assert rate.tokens_per_s == pytest.approx(500, rel=0.2)
+    assert (Rate().beside(0, 0.0), Rate().beside(30, 2.0)) == (0.0, 15.0)
+    rate = Rate()
+    rate.observe(10, 2.0)
+    assert rate.beside(20, 1.0) == pytest.approx(10)
 
 
 def request(serial: int, prompt_tokens: int = 100, n: int = 1, **sampling: int) -> RequestRecord:
@@ -151,6 +156,21 @@ def test_prompts_ahead_are_those_not_computed_yet_by_log() -> None:
     assert backlog.standing([]).prompts_ahead == {}
 
 
+def test_the_mean_output_is_of_choices_that_are_owed() -> None:
+    backlog = Backlog()
+    assert backlog.mean_output == 0.0
+    backlog.add(request(1, max_tokens=10))
+    backlog.add(request(2, n=3, max_tokens=100))
+    ten, hundred = map(backlog.lengths.expected, (10, 100))
+    assert backlog.mean_output == pytest.approx((ten + 3 * hundred) / 4)
+    backlog.choice_ended(RequestId(LOG, 1))
+    backlog.choice_ended(RequestId(LOG, 2))
+    assert backlog.mean_output == pytest.approx(hundred)
+    for _ in range(3):
+        backlog.choice_ended(RequestId(LOG, 2))
+    assert backlog.mean_output == 0.0
+
+
 # --- what gateways are told -------------------------------------------------------------------------------------------
 
 
@@ -181,6 +201,39 @@ def test_limits_tell_what_is_queued(valkey: str, tmp_path: Path) -> None:
         published = await stage.streams.read_limits()
         assert published is not None
         assert published.expected_outputs
+
+    play(scene, valkey, tmp_path)
+
+
+def test_the_wait_for_a_slot_is_known_while_all_that_run_have_just_begun(valkey: str, tmp_path: Path) -> None:
+    """Of many that began together hardly any has ended: how fast they end at first says nothing of how long slots are kept."""
+
+    async def scene(stage: Stage) -> None:
+        async with stage.executor(max_num_seqs=2) as executor:
+            for serial in range(1, 6):
+                await stage.admit(serial, max_tokens=40)
+            await executor.work(2)
+            (engine,) = stage.service.engines
+
+            async def full() -> bool:
+                return (engine.core.num_running, engine.core.num_waiting) == (2, 3)
+
+            await stage.until(full)
+            engine.times.begin([MeasuredStep(0, 1, 0.05), MeasuredStep(0, 2, 0.05), MeasuredStep(16, 1, 0.06)])
+            engine._ends = Rate()
+            # Two slots, each kept for twenty steps of 0.05 s.
+            assert engine.slot_wait_s(20.0) == pytest.approx(1.5, rel=0.01)
+            engine._ends.observe(1, 4.0)
+            assert engine.slot_wait_s(20.0) == pytest.approx(3 / (3 / 5), rel=0.01), (
+                "a first end is not the pace of all"
+            )
+            # Once many have ended, they are.
+            for _ in range(1000):
+                engine._ends.observe(1, 0.1)
+            assert engine.slot_wait_s(20.0) == pytest.approx(0.3, rel=0.1)
+            mean = stage.service.backlog.mean_output
+            assert mean == pytest.approx(stage.service.limits().expected_output(40), rel=0.1)
+            assert stage.service.limits().slot_wait_s == pytest.approx(engine.slot_wait_s(mean), rel=0.01)
 
     play(scene, valkey, tmp_path)
 

@@ -150,7 +150,7 @@ class Admission:
             work = work_of(prompts, samplings, draft.n, self._limits.require()) if order.caller.is_rated else 0
             charge = await self._rates.charge(order.caller, work)
             undo.callback(self._rates.settle, charge, 0, withdrawn=True)
-            ticket = await self._pressure.take_on(prompts, samplings, draft.n, order.prompt_chars)
+            ticket = await self._pressure.take_on(prompts, samplings, draft.n, order.prompt_chars, order.deadline_us)
             undo.callback(self._pressure.give_back, ticket)
             watcher = self._reader.watch(len(prompts), draft.n)
             undo.callback(self._reader.unfollow, watcher)

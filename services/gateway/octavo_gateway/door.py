@@ -17,6 +17,11 @@ class Held:
     prompt_tokens: int
     ticket: asyncio.Future[int]
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has gone away, though its task has not run since."""
+        return self.ticket.cancelled()
+
 
 class Door:
     """The owner of those that are held, in the order they came."""
@@ -58,10 +63,11 @@ class Door:
     def let_in(self, held: Held, ticket: int) -> None:
         """It goes in, and counts as gone in from now on, whenever its task runs again."""
         self._remove(held)
-        if held.ticket.cancelled():
-            self._give_back(ticket)
-        else:
-            held.ticket.set_result(ticket)
+        held.ticket.set_result(ticket)
+
+    def forget(self, held: Held) -> None:
+        """It has gone away."""
+        self._remove(held)
 
     def send_away(self, held: Held, error: ApiError) -> None:
         """It is refused."""

@@ -57,7 +57,7 @@ class Outlook:
             return
         fade = 1.0 - 1.0 / MEMORY
         self._begun_tokens = self._begun_tokens * fade + prompt_tokens
-        self._computed_tokens = self._computed_tokens * fade + prompt_tokens - cached_tokens
+        self._computed_tokens = self._computed_tokens * fade + max(prompt_tokens - cached_tokens, 0)
         self._taken[ticket] = max(waiting - prompt_tokens, 0)
         self._own_ahead -= waiting - self._taken[ticket]
         lone = self._lone

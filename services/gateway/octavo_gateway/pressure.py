@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from prometheus_client import Counter
 
 from octavo_gateway.door import Door, Held
-from octavo_gateway.errors import ApiError, overloaded
+from octavo_gateway.errors import ApiError, overloaded, unavailable
 from octavo_gateway.limits import LimitsWatch
 from octavo_gateway.line import Line, Verdict
 from octavo_gateway.outlook import MEMORY, PLANS_BEFORE, Outlook
@@ -95,9 +95,16 @@ class Pressure:
             await self._refuse_if_due(tokens, tokens, counts=False)
 
     async def take_on(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, chars: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingParams],
+        n: int,
+        chars: int = 0,
+        deadline_us: int = 0,
     ) -> int:
         """Count a request's prompts (``chars`` characters) as admitted, all or none; returns the ticket to give back in the end.
+
+        Who is held is let in at its deadline (Unix microseconds, 0 = none) at the latest, for the scheduler to end it.
 
         Raises:
             ApiError: 429 when they are too much work beside what is queued, or would wait for too long; 503 when nothing can
@@ -106,8 +113,7 @@ class Pressure:
         limits = self._limits.require()
         work, tokens = work_of(prompts, samplings, n, limits), sum(map(len, prompts))
         if self._must_wait(limits, tokens):
-            work_s = self._outlook.prompt_s(limits, tokens) * self._outlook.num_gateways(limits)
-            self._line.came(time.monotonic(), work_s)
+            self._join_line(limits, tokens)
         self._look()
         await self._refuse_if_due(work, tokens, counts=True)
         limits = self._limits.require()
@@ -118,9 +124,16 @@ class Pressure:
             if not self._door:
                 self._end_line()
         elif self._line.verdict is Verdict.UNKNOWN:
+            if not self._line:
+                # It has ended since, or there was none yet.
+                self._join_line(limits, tokens)
             if self._doorman is None:
                 self._doorman = asyncio.create_task(self._look_again())
-            return await self._door.hold(work, tokens)
+            try:
+                async with asyncio.timeout(deadline_us / 1e6 - time.time() if deadline_us else None):
+                    return await self._door.hold(work, tokens)
+            except TimeoutError:
+                limits = self._limits.require()
         return self._let_in(work, tokens, limits)
 
     def began(self, ticket: int, prompt_tokens: int, cached_tokens: int) -> None:
@@ -157,12 +170,21 @@ class Pressure:
         return self._outlook.wait_s(limits) > (PLANS_BEFORE + 1) * limits.step_s
 
     async def _look_again(self) -> None:
-        while True:
-            await asyncio.sleep(DOOR_LOOK_S)
-            self._look()
-            if not self._door:
-                self._doorman = None
-                return
+        try:
+            while self._door:
+                await asyncio.sleep(DOOR_LOOK_S)
+                self._look()
+        finally:
+            self._doorman = None
+            # Whatever has gone wrong, nobody is held with nobody to look.
+            while self._door:
+                self._door.send_away(
+                    self._door.oldest, unavailable("It cannot be told how long a request has to wait.")
+                )
+
+    def _join_line(self, limits: ModelLimits, tokens: int) -> None:
+        work_s = self._outlook.prompt_s(limits, tokens) * self._outlook.num_gateways(limits)
+        self._line.came(time.monotonic(), work_s)
 
     def _look(self) -> None:
         """Let those at the door in that may, or send them away, as far as is known."""
@@ -193,7 +215,10 @@ class Pressure:
                 self._open_to(next_one, limits)
 
     def _open_to(self, held: Held, limits: ModelLimits) -> None:
-        self._door.let_in(held, self._let_in(held.work, held.prompt_tokens, limits))
+        if held.is_gone:
+            self._door.forget(held)
+        else:
+            self._door.let_in(held, self._let_in(held.work, held.prompt_tokens, limits))
 
     def _end_line(self) -> None:
         self._line, self._burst_wait_s = Line(), 0.0

@@ -99,6 +99,10 @@ class Rate:
         """The rate; 0 before anything was seen."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
+    def beside(self, tokens: float, seconds: float) -> float:
+        """The rate if ``tokens`` more had taken ``seconds`` more."""
+        return (self._tokens + tokens) / (self._seconds + seconds) if self._seconds + seconds > 0 else 0.0
+
 
 @dataclass(slots=True)
 class _Owed:
@@ -137,8 +141,9 @@ class Backlog:
         self.last_tokens_per_s = 0.0
         self._owed: dict[RequestId, _Owed] = {}
         self._total = 0.0
-        # Prompt tokens of what is owed, by log.
+        # Prompt tokens of what is owed, by log, and how many choices are.
         self._prompts: Counter[str] = Counter()
+        self._choices = 0
 
     def add(self, record: RequestRecord) -> None:
         """A request is owed its choices."""
@@ -148,6 +153,7 @@ class Backlog:
         self._owed[record.id] = _Owed(len(record.prompt), per_choice, record.n, sequences == 1)
         self._total += len(record.prompt) + per_choice * record.n
         self._prompts[record.id.log] += len(record.prompt)
+        self._choices += record.n
 
     def choice_ended(self, request_id: RequestId) -> None:
         """One of its choices is owed nothing more; with the last one the request is forgotten."""
@@ -159,6 +165,7 @@ class Backlog:
         self._count_out(request_id.log, owed.prompt_tokens)
         owed.prompt_tokens = 0
         owed.choices -= 1
+        self._choices -= 1
         if not owed.choices:
             del self._owed[request_id]
             if not self._owed:
@@ -169,6 +176,11 @@ class Backlog:
         self._prompts[log] -= prompt_tokens
         if self._prompts[log] <= 0:
             del self._prompts[log]
+
+    @property
+    def mean_output(self) -> float:
+        """Output tokens that a choice which is owed is expected to make, from its first one on; 0 when none is."""
+        return max(self._total - self._prompts.total(), 0.0) / self._choices if self._choices else 0.0
 
     def learn(self, num_tokens: int, reason: EndReason) -> None:
         """A choice has ended after so many output tokens, or a beam search with all its hypotheses."""

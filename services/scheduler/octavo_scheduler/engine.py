@@ -252,14 +252,17 @@ class Engine:
         """Seconds that a step of all that run and one more takes."""
         return self.times.decode_s(self.core.num_running + 1)
 
-    @property
-    def slot_wait_s(self) -> float:
-        """Seconds until a newcomer gets a slot and memory: 0 while there are some, or while nothing is known of it."""
+    def slot_wait_s(self, mean_output: float) -> float:
+        """Seconds until a newcomer gets a slot and memory: 0 while there are some, or while nothing is known of it.
+
+        Sequences are expected to make ``mean_output`` tokens. How many end in a second says little while those that run have
+        all just begun: hardly any has come to its end. So all of them count beside, in the time they are expected to take.
+        """
         core = self.core
         head = core.waiting.peek()
         if head is None or (core.table.num_free and core.refused[0] != head.uid):
             return 0.0
-        pace = self._ends.tokens_per_s
+        pace = self._ends.beside(core.num_running, mean_output * self.next_step_s)
         return core.num_waiting / pace if pace else 0.0
 
     def progress(self) -> Iterator[Progress]:

@@ -56,7 +56,7 @@ def model_limits(settings: SchedulerSettings, term: int, engines: Sequence[Engin
         step_s=next_one.next_step_s if next_one is not None and next_one.times.knows else 0.0,
         prompt_s=sum(one.prompt_s for one in times) / count,
         lone_step_s=sum(one.decode_s(1) for one in times) / count,
-        slot_wait_s=next_one.slot_wait_s if next_one is not None else 0.0,
+        slot_wait_s=next_one.slot_wait_s(backlog.mean_output) if next_one is not None else 0.0,
         prompts_ahead=standing.prompts_ahead,
         max_queue_wait_s=settings.max_queue_wait,
         max_ttft_ratio=settings.max_ttft_ratio,
