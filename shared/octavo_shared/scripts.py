@@ -77,14 +77,17 @@ return {record or '', fields[3] or '', fields[4] or '', fields[1] and 1 or 0}
 """
 
 # Of a request: the last generation given, that of one gateway's clients if it is among the followers, and the other followers.
+# What begins with no generation (it has 32 bits) is as good as not there.
 _FOLLOWERS = """
 local function followers(key, log, gateway)
-  local all = redis.call('HGET', key, 'followers') or '0 ' .. log .. '=0'
+  local all = redis.call('HGET', key, 'followers') or ''
+  local last = tonumber(string.match(all .. ' ', '^(%d+) '))
+  if not last or last >= 4294967295 then last, all = 0, '0 ' .. log .. '=0' end
   local own, others = nil, ''
   for name, generation in string.gmatch(all, ' (%S+)=(%d+)') do
     if name == gateway then own = tonumber(generation) else others = others .. ' ' .. name .. '=' .. generation end
   end
-  return tonumber(string.match(all, '^%d+')) or 0, own, others
+  return last, own, others
 end
 """
 

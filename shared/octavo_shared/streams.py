@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,12 +37,13 @@ from octavo_shared.entries import (
 from octavo_shared.fold import LogEvent
 from octavo_shared.ids import RequestId
 from octavo_shared.keys import Keys
-from octavo_shared.records import AbortRecord, ModelLimits, RequestRecord
+from octavo_shared.records import ANY_GENERATION, AbortRecord, ModelLimits, RequestRecord
 
 logger = logging.getLogger(__name__)
 
 GROUP = "scheduler"
 FIELD = b"e"
+_FOLLOWERS = re.compile(rb"(\d{1,10})((?: [^ ]+=\d{1,10})*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,14 @@ class Streams:
         async with self.client.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 pipe.hget(self.keys.request(request_id), name)
-            return list(await pipe.execute())
+            found: list[Any] = await pipe.execute(raise_on_error=False)
+        for at, value in enumerate(found):
+            if isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE"):
+                # Not ours, and it says nothing: of one request, not of all that are asked for.
+                found[at] = None
+            elif isinstance(value, Exception):
+                raise value
+        return found
 
     # --- aborts ---
 
@@ -434,11 +443,12 @@ def _entries(reply: Any) -> list[tuple[bytes, bytes]]:
 
 
 def _followers(value: bytes | None, log: str) -> Followers:
-    if not value:
+    """What the field says; of one that no script has written as much as if it were not there."""
+    match = _FOLLOWERS.fullmatch(value or b"")
+    if match is None or int(match[1]) >= ANY_GENERATION:
         return Followers(0, {log: 0})
-    generation, *gateways = value.decode().split()
-    pairs = (gateway.rsplit("=", 1) for gateway in gateways)
-    return Followers(int(generation), {name: int(own) for name, own in pairs})
+    pairs = (gateway.rsplit(b"=", 1) for gateway in match[2].split())
+    return Followers(int(match[1]), {name.decode(errors="replace"): int(own) for name, own in pairs})
 
 
 def _standing(reply: Any) -> Standing | None:

@@ -20,7 +20,7 @@ from octavo_shared.entries import decode_request, encode_fences, encode_snapshot
 from octavo_shared.fold import FenceEvent, LogFold
 from octavo_shared.ids import Attempt, RequestId
 from octavo_shared.plan import OutputRow
-from octavo_shared.records import AbortRecord, EndReason, ModelLimits, RequestRecord, SamplingParams
+from octavo_shared.records import ANY_GENERATION, AbortRecord, EndReason, ModelLimits, RequestRecord, SamplingParams
 from octavo_shared.streams import FIELD, GROUP, Followers, Streams
 
 Scenario = Callable[[Streams], Awaitable[None]]
@@ -377,8 +377,41 @@ def test_a_damaged_request_is_as_good_as_none(run: Run) -> None:
             await s.client.hset(s.keys.request(RequestId("g", serial)), field, b"\xff")
             if field == "record":
                 await s.client.hdel(s.keys.request(RequestId("g", serial)), "entry")
-        assert await s.look_up([RequestId("g", serial) for serial in range(3)]) == [None, None, None]
+        first, second, third = await s.look_up([RequestId("g", serial) for serial in range(3)])
+        assert (first, third) == (None, None)
+        assert second is not None
+        assert second.followers == NOBODY_CAME
         assert await s.leave(AbortRecord(RequestId("g", 1)), "g")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "field", [b"\xff", b" ", b"x", b"1 g", b"1 g=", b"4294967295 g=0", b"9" * 400, b"-1 g=0", b"1e400 h=7"]
+)
+def test_followers_that_nobody_has_written_are_as_good_as_none(run: Run, field: bytes) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        key = s.keys.request(one := RequestId("g", 1))
+        await s.client.hset(key, "followers", field)
+        assert await s.followers([one]) == [NOBODY_CAME]
+        generation = await s.follow([one], "h", at_least=5)
+        assert 5 <= generation < ANY_GENERATION
+        (now,) = await s.followers([one])
+        assert (now.generation, now.gateways["h"]) == (generation, generation)
+        await s.client.hset(key, "followers", field)
+        assert await s.leave(AbortRecord(one, -1, 0, "disconnect"), "g") in (True, False)
+
+    run(scenario)
+
+
+def test_what_is_no_request_says_nothing_of_others(run: Run) -> None:
+    async def scenario(s: Streams) -> None:
+        await s.admit(record(1))
+        await s.client.set(s.keys.request(RequestId("g", 2)), "x")
+        ids = [RequestId("g", 2), RequestId("g", 1)]
+        assert await s.followers(ids) == [NOBODY_CAME] * 2
+        assert await s.unfinished(ids) == [False, True]
 
     run(scenario)
 
