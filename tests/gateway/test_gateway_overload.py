@@ -479,6 +479,29 @@ def test_prompts_that_a_cache_has_are_not_waited_for(clock: Clock) -> None:
     play(scene)
 
 
+def test_gateways_whose_prompts_hardly_ever_wait_share_nothing(clock: Clock) -> None:
+    """One of six has nearly all the load: with what comes to it there is as much as with one gateway."""
+    outlook = outlook_module.Outlook("own")
+    others = [f"other {number}" for number in range(5)]
+
+    def hear(*waiting: str) -> float:
+        return outlook.num_gateways(replace(LIMITS, prompts_ahead=dict.fromkeys(waiting, 10)))
+
+    assert hear() == 1.0
+    assert hear(*others) == 6.0, "it has just begun"
+    for number in range(100):
+        shared = hear("own", *(others[number // 20 :][:1] if number % 20 == 0 else []))
+    assert 1.0 < shared < 1.6
+    same = replace(LIMITS, prompts_ahead={"other 1": 10})
+    assert outlook.num_gateways(same) == outlook.num_gateways(same), "the same word counts once"
+    for _ in range(100):
+        shared = hear("own", *others[:3])
+    assert shared == pytest.approx(4.0, abs=0.5)
+    for _ in range(300):
+        shared = hear("own", *others[3:])
+    assert shared == pytest.approx(3.0, abs=0.5), "those before are forgotten"
+
+
 def test_no_cache_has_more_than_all_of_a_prompt(clock: Clock) -> None:
     async def scene(gate: Gate) -> None:
         for _ in range(10):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo_shared.records import ModelLimits
 
 # Plans that an executor has when a request comes: the one it works on and the next.
 PLANS_BEFORE = 2
-# For how long a gateway counts whose prompts waited.
-LATELY_S = 60.0
+# Words of the scheduler after which one has lost all but 1/e of its weight.
+WORDS = 40.0
+# Another gateway shares what can be served in full if its prompts wait so many times as often as one's own: which of them wait
+# at the moment of a word is chance.
+FULL_SHARE = 0.25
 # Prompts after which an observation has lost all but 1/e of its weight.
 MEMORY = 50.0
 
@@ -34,8 +38,9 @@ class Outlook:
         self._taken: dict[int, int] = {}
         # Prompt tokens of those that wait for their first output.
         self._own_ahead = 0
-        # When prompts of other gateways were last seen to wait, in monotonic seconds.
-        self._others: dict[str, float] = {}
+        # What the scheduler has said last of whose prompts wait, and for each gateway how often it has lately said so.
+        self._heard: Mapping[str, int] = {}
+        self._waited: dict[str, float] = {}
         # Who has been alone so far.
         self._lone: _Lone | None = None
         # What a first token takes beyond steps, as seen when nothing else ran; 0 = not known.
@@ -89,12 +94,17 @@ class Outlook:
         prompt_s = limits.prompt_s + tokens * self._token_s(limits)
         return self._overhead_s + self.wait_s(limits) + (PLANS_BEFORE + 1) * limits.step_s + prompt_s
 
-    def num_gateways(self, limits: ModelLimits) -> int:
-        """Gateways whose prompts were lately seen to wait, this one included."""
-        now_s = time.monotonic()
-        self._others.update({log: now_s for log in limits.prompts_ahead if log != self._log})
-        self._others = {log: seen_s for log, seen_s in self._others.items() if now_s - seen_s <= LATELY_S}
-        return 1 + len(self._others)
+    def num_gateways(self, limits: ModelLimits) -> float:
+        """Gateways that share what can be served: this one, and others as far as their prompts have to wait too."""
+        if limits.prompts_ahead is not self._heard:
+            self._heard = limits.prompts_ahead
+            fade = 1.0 - 1.0 / WORDS
+            waited = {
+                log: fade * self._waited.get(log, 0.0) + (log in self._heard) for log in self._waited | self._heard
+            }
+            self._waited = {log: times for log, times in waited.items() if times > 1.0 / WORDS}
+        own = max(self._waited.get(self._log, 0.0), 1.0)
+        return 1.0 + sum(min(times / own / FULL_SHARE, 1.0) for log, times in self._waited.items() if log != self._log)
 
     def _ahead(self, limits: ModelLimits) -> int:
         """Prompt tokens to be computed before a newcomer's: of this gateway as of now, of others as the scheduler has said."""
