@@ -585,6 +585,9 @@ def test_others_requests_and_lacking_slots_make_one_wait_too(clock: Clock) -> No
         assert await gate.ask(), "four work at it"
         gate.tell(prompts_ahead={}, slot_wait_s=10.5)
         assert not await gate.ask()
+        gate = Gate()
+        gate.tell(prompts_ahead={"other": 6_000}, slot_wait_s=6.0)
+        assert await gate.ask(), "their prompts are computed as they get their slots"
 
     play(scene)
 

@@ -78,8 +78,8 @@ class Outlook:
         self._own_ahead -= self._taken.pop(ticket, 0)
 
     def wait_s(self, limits: ModelLimits) -> float:
-        """Seconds until a newcomer's turn."""
-        return limits.slot_wait_s + self.prompt_s(limits, self._ahead(limits))
+        """Seconds until a newcomer's turn. Prompts of those that wait for a slot are computed as they get one, not afterwards."""
+        return max(limits.slot_wait_s, self.prompt_s(limits, self._ahead(limits)))
 
     def prompt_s(self, limits: ModelLimits, tokens: int) -> float:
         """Seconds that all executors together take for ``tokens`` of prompts, as far as prompts usually have to be computed."""
