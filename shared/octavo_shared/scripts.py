@@ -115,7 +115,8 @@ return 0
 
 # KEYS: the abort stream, the request. ARGV: up to which generation the gateway's clients are gone, the gateway, the log of the
 # request, the abort, and the generation that this names. The abort is appended once nobody follows the request any more; it
-# must name the last generation (which a Redis that was restarted may have forgotten). Returns 0 when it is, -1 when somebody follows, else the generation to name.
+# must name the last generation (which a Redis that was restarted may have forgotten). Returns 0 when it is, -1 when somebody
+# follows, else the generation to name.
 LEAVE = (
     _FOLLOWERS
     + """

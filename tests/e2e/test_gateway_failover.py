@@ -34,6 +34,7 @@ def wait_until(question: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not question():
         assert time.monotonic() < deadline, "it did not happen in time"
+        # Other processes are asked, which do not say when it has happened.
         time.sleep(0.05)
 
 

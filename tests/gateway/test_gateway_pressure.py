@@ -128,7 +128,8 @@ def test_what_was_admitted_since_counts_until_it_ends(make_stage: MakeStage) -> 
 def test_nobody_is_refused_on_hearsay(make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_stage() as stage:
         gateway = stage.server.gateway
-        # The gateway looks once more by itself, then not for a long time.
+        # The gateway looks once more by itself at most, then not for a long time. If it was just looking, it does not look
+        # again: there is nothing to wait for but the time.
         monkeypatch.setattr(limits_module, "REFRESH_S", 1000.0)
         time.sleep(1.0)
         loaded = replace(stage.engine.limits, queued_tokens=10**6, max_queued_tokens=100, written_s=time.time())

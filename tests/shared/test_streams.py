@@ -30,6 +30,7 @@ Scenario = Callable[[Streams], Awaitable[None]]
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     binary = debians_redis() if request.param == "redis" else None
     if request.param == "redis" and binary is None:
+        # The bundled Valkey is always tested; Debian's Redis where it is installed, as CI does.
         pytest.skip("no redis-server on PATH")
     with log_server(tmp_path_factory.mktemp("log"), binary=binary) as url:
         yield url

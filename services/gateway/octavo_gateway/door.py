@@ -45,7 +45,7 @@ class Door:
         try:
             return await held.ticket
         except asyncio.CancelledError:
-            self._remove(held)
+            self.forget(held)
             if held.ticket.done() and not held.ticket.cancelled() and held.ticket.exception() is None:
                 self._give_back(held.ticket.result())
             raise
@@ -62,20 +62,17 @@ class Door:
 
     def let_in(self, held: Held, ticket: int) -> None:
         """It goes in, and counts as gone in from now on, whenever its task runs again."""
-        self._remove(held)
+        self.forget(held)
         held.ticket.set_result(ticket)
-
-    def forget(self, held: Held) -> None:
-        """It has gone away."""
-        self._remove(held)
 
     def send_away(self, held: Held, error: ApiError) -> None:
         """It is refused."""
-        self._remove(held)
+        self.forget(held)
         if not held.ticket.cancelled():
             held.ticket.set_exception(error)
 
-    def _remove(self, held: Held) -> None:
+    def forget(self, held: Held) -> None:
+        """It is not held any more. Forgetting one twice does nothing."""
         if held in self._held:
             del self._held[held]
             self.work -= held.work

@@ -109,6 +109,7 @@ class _Session:
             # Our own server is stopping.
             logger.debug("the line to an executor has ended: %s", error)
         except Exception:
+            # One executor's fault ends its own line only: it attaches anew, and the others' requests go on.
             logger.exception("executor %s: its message could not be handled", self._info.name if self._info else "?")
         finally:
             self._outgoing.put_nowait(None)
